@@ -19,8 +19,8 @@ FILE_LINES, FUNCTION_LINES, BRANCHES = 400, 60, 15
 
 STATEMENTS = {
     "top": 275,  # 229 before columns of text, comparisons of starts, `trusted`, methods of the field, and `load`
-    "_util": 265,  # 232 before short reprs, and before `copy_state` and `read_json` came here
-    "applications": 3072,  # 2,900 before the classifier of a run could be loaded, and before cross-validation
+    "_util": 279,  # 265 before `threads_for`; 232 before short reprs, `copy_state` and `read_json`
+    "applications": 3791,  # 2,900 before trainings were differentiated, candidates, and linear models solved at hand
     "batches": 359,  # 348 before a source could be read as a whole, which SRBA does
     "cli": 1570,  # 1,398 before `predict`, issues.csv and estimates without a trusted set
     "data": 1503,  # 1,235 before rules of inputs in JSON, new rows, trusted decisions, free text, DataFrames
@@ -34,7 +34,7 @@ STATEMENTS = {
     "report": 358,
     "running": 1283,  # 1,277 before methods could doubt their end
     "sklearn": 295,  # 278 before DataFrames with text and missing values
-    "studies": 5328,  # 4,842 before the study of the field's benchmark
+    "studies": 5333,  # 4,842 before the study of the field's benchmark
 }
 LARGE_FILES: set[str] = set()
 """Files over the limit. The list may only shrink."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bilevel import DataError
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
-from bilevel.applications.tuning.implicit_descent import objective
+from bilevel.applications.tuning.implicit_descent import _Exact, objective
 from bilevel.applications.tuning.linear_tuning import (
     beyond_chance,
     held_out_loss,
@@ -24,7 +24,6 @@ from bilevel.applications.tuning.linear_tuning import (
     tune_linear,
 )
 from bilevel.errors import CheckpointError
-from bilevel.methods.penalty.exact_multipliers import ExactMultipliers
 from bilevel.problem.problem import Problem
 
 
@@ -283,14 +282,16 @@ def test_a_lower_level_that_is_nearly_solved_takes_few_newton_steps():
 def test_penalties_of_features_take_up_the_lower_level_where_the_single_one_left_it(monkeypatch):
     ends = []
 
-    class Spied(ExactMultipliers):
+    class Spied(_Exact):
         def __init__(self, *given):
             super().__init__(*given)
             ends.append(self)
 
-    monkeypatch.setattr("bilevel.applications.tuning.implicit_descent.ExactMultipliers", Spied)
+    monkeypatch.setattr("bilevel.applications.tuning.implicit_descent._Exact", Spied)
+    monkeypatch.setattr("bilevel.applications.tuning.newton_logistic.WIDTH", 0)
     x, y = classes_of(5, 120, 3)
     tune_linear(Rows(x, y, torch.arange(120) % 3, "logistic", 3), caution=0, steps=8)
-    assert len(ends) == 6  # the single penalty, cautions 1, 0.1 and 0.01, none, and the model on all rows
-    for end in ends[:5]:
+    # A grid of five, the single penalty, cautions 1, 0.1 and 0.01, none, and the model on all rows.
+    assert len(ends) == 11
+    for end in ends[5:10]:
         assert end.newton.steps <= 6 * end.evaluations

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bilevel import OptionError
-from bilevel.applications.tuning.hyperparameters import Range
+from bilevel.applications.tuning.ranges import Range
 
 DOUBLE = torch.float64
 

@@ -20,12 +20,12 @@ from forked import PATIENCE, wait_for
 from safetensors.numpy import load_file
 
 from bilevel.applications.networks import mlp
+from bilevel.applications.tuning.unrolled_training import UnrolledTraining
 from bilevel.cli import tune_run
 from bilevel.cli.main import main
 from bilevel.data import load_numbers
 from bilevel.errors import DataError
 from bilevel.optim.lbfgs import LBFGS
-from bilevel.running.callbacks import Progress
 
 tuned_table = importlib.import_module("bilevel.applications.tuning.tune_table")  # the function has its name
 
@@ -79,7 +79,7 @@ def test_run_folder_of_a_table_of_numbers_has_all_files_and_they_agree(table, tm
 
 @pytest.mark.parametrize(
     ("model", "penalty", "count"),
-    [("logistic", "per-feature", 5), ("mlp", "per-feature", 5), ("mlp", "per-layer", 2), ("mlp", "single", 1)],
+    [("logistic", "per-feature", 5), ("mlp", "per-feature", 6), ("mlp", "per-layer", 2), ("mlp", "single", 1)],
 )
 def test_classes_of_an_npz_file_with_each_model_and_penalty(model, penalty, count, tmp_path, capsys):
     draw = np.random.default_rng(1)
@@ -217,18 +217,18 @@ def assert_same(folder: Path, within: float = 0.0) -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize(("model", "stage"), [("logistic", "grid"), ("mlp", "training"), ("mlp", "grid")])
+@pytest.mark.parametrize(("model", "stage"), [("logistic", "grid"), ("mlp", "grid"), ("mlp", "descent")])
 def test_a_run_that_was_stopped_in_any_stage_goes_on_and_repeats_nothing(model, stage, tmp_path, monkeypatch):
     draw = np.random.default_rng(1)
     x = draw.normal(size=(100, 4))
     np.savez(tmp_path / "d.npz", x=x, y=(x[:, 0] + 0.5 * draw.normal(size=100) > 0).astype(int))
-    heard = []
+    heard, plain_iterate = [], LBFGS.iterate
 
     @contextmanager
     def stages():
         def on_progress(name, done, total):
             heard.extend([done] * (stage in name))
-            if len(heard) == 3:
+            if stage in name and len(heard) == 3:
                 raise KeyboardInterrupt
 
         yield on_progress
@@ -237,18 +237,23 @@ def test_a_run_that_was_stopped_in_any_stage_goes_on_and_repeats_nothing(model, 
     options = (tmp_path / "d.npz", "--model", model, "--caution", 1, "--steps", 30, "--out")
     options = options if model == "logistic" else (*options[:3], *options[5:])
     assert run(*options, tmp_path / "r") == 130
-    again = []
-    for owner, name in ((LBFGS, "iterate"), (Progress, "log")):  # each is called in every part of a tuning
-        monkeypatch.setattr(owner, name, lambda *given: again.append(given))
-    tried = []
-    for name in ("held_out_loss", "train_with"):  # one of them is called for each penalty of the grid
-        plain_one = getattr(tuned_table, name)
-        monkeypatch.setattr(tuned_table, name, lambda *a, p=plain_one, **o: tried.append(a) or p(*a, **o))
+    again: list[object] = []
+    monkeypatch.setattr(LBFGS, "iterate", lambda *given: again.append(given))
+    tried: list[object] = []
+    # One of them is called for each penalty of the grid, or for each training.
+    for owner, name in ((tuned_table, "held_out_loss"), (UnrolledTraining, "train")):
+        plain_one = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, p=plain_one, **o: tried.append(a) or p(*a, **o))
     assert run(*options, tmp_path / "r", "--resume") == 0
     assert not again  # the tuning was finished: it is read, and no step is made again
-    assert len(tried) == (tuned_table.GRID if model == "logistic" else tuned_table.NETWORK_GRID) - 3 * (stage == "grid")
-    monkeypatch.undo()
+    resumed = len(tried)
+    tried.clear()
+    monkeypatch.setattr(tune_run, "stages", lambda: nullcontext(lambda *_: None))
+    monkeypatch.setattr(LBFGS, "iterate", plain_iterate)
     assert run(*options, tmp_path / "straight") == 0
+    done = len(tried) - resumed
+    # Those before the stop are read; the state that the descent needs of the best of them is trained once more.
+    assert done == 3 if stage == "grid" and model == "logistic" else done >= 3
     assert_same(tmp_path)
 
 

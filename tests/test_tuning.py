@@ -22,12 +22,12 @@ from bilevel.applications.tuning.hyperparameters import (
     Free,
     LabelSmoothing,
     LossMix,
-    Range,
     SourceWeights,
     WeightDecay,
     parameters_of,
 )
 from bilevel.applications.tuning.losses import TrainingLoss
+from bilevel.applications.tuning.ranges import Range
 from bilevel.applications.tuning.tune import tune
 from bilevel.errors import CheckpointError
 from bilevel.running.callbacks import Callback
@@ -138,27 +138,30 @@ def test_one_penalty_of_ridge_regression_is_that_of_the_closed_form_curve():
 
 def test_useless_features_get_the_larger_penalties_with_and_without_minibatches():
     (x, y), (a, b) = (regression(seed, rows=200, useful=3, noise=1.0) for seed in (0, 1))
-    for mode, steps in (("convex", 40), ("minibatch", 600)):
+    for mode, options in (("convex", {"steps": 40}), ("minibatch", {"steps": 600, "final_steps": 100})):
         model = nn.Linear(20, 1).double()
-        found = tune(model, (x, y), (a, b), {"p": FeaturePenalty()}, mode=mode, steps=steps, seed=0)
+        options |= {"rate": 0.1} if mode == "minibatch" else {}
+        found = tune(model, (x, y), (a, b), {"p": FeaturePenalty()}, mode=mode, grid=0, seed=0, **options)
         penalty = found.values["p"].log()
         assert float(penalty[3:].median() - penalty[:3].median()) > 1, mode
 
 
-def test_minibatch_tuning_finds_that_one_source_has_wrong_labels():
+@pytest.mark.parametrize("mode", ["training", "minibatch"])
+def test_tuning_of_a_network_finds_that_one_source_has_wrong_labels(mode):
     x, y = classes(rows=400)
     source = torch.arange(400) % 2
     wrong = torch.where(source == 1, (y + 1) % 3, y)
     torch.manual_seed(0)
     model = mlp(5, (16,), 3)
     first = copy.deepcopy(model.state_dict())
-    found = tune(model, (x, wrong, source), classes(7), {"source": SourceWeights()}, steps=300, seed=0)
+    options = {"mode": mode, "steps": 300, "rate": 1e-2, "seed": 0}
+    found = tune(model, (x, wrong, source), classes(7), {"source": SourceWeights()}, **options)
     assert float(found.values["source"][0] / found.values["source"][1]) > 3
     assert any(not torch.equal(first[name], value) for name, value in model.state_dict().items())
-    assert len(found.curve) == 300
+    assert len(found.curve) == (300 if mode == "minibatch" else len(found.candidates))
     again = mlp(5, (16,), 3)
     again.load_state_dict(first)
-    other = tune(again, (x, wrong, source), classes(7), {"source": SourceWeights()}, steps=300, seed=0)
+    other = tune(again, (x, wrong, source), classes(7), {"source": SourceWeights()}, **options)
     assert torch.equal(found.values["source"], other.values["source"])
     assert found.valid_loss == other.valid_loss
 
@@ -180,8 +183,8 @@ def test_the_strength_of_an_augmentation_moves():
     x, y = classes(rows=60)
     model = mlp(5, (8,), 3)
     knob = Augmentation(transform=add_noise, high=2.0, start=1.0)
-    found = tune(model, (x, y), classes(3), {"noise": knob}, steps=200, seed=0)
-    assert found.mode == "minibatch"
+    found = tune(model, (x, y), classes(3), {"noise": knob}, steps=200, rate=1e-2, grid=0, seed=0)
+    assert found.mode == "training"
     assert 0 <= float(found.values["noise"]) < 0.9  # classes without noise: less is better
 
 
@@ -216,7 +219,7 @@ def test_all_knobs_are_tuned_at_once_and_stay_in_their_ranges():
 
 def test_batch_normalisation_learns_nothing_from_the_checks_of_the_data(monkeypatch):
     (x, y), model = classes(), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
-    monkeypatch.setattr(sys.modules["bilevel.applications.tuning.tune"], "solve", _stop)
+    monkeypatch.setattr(sys.modules["bilevel.applications.tuning.tune"], "training_search", _stop)
     with pytest.raises(KeyboardInterrupt):
         tune(model, (x, y), classes(1), {"decay": WeightDecay()})
     assert int(model[0].num_batches_tracked) == 0
@@ -236,7 +239,18 @@ def test_ctrl_c_ends_the_tuning_of_a_linear_layer():
 # -- a run that was stopped --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "at"), [("convex", "tuning"), ("minibatch", "tuning"), ("minibatch", "training")])
+@pytest.mark.filterwarnings("ignore:the run on minibatches ended")
+@pytest.mark.parametrize(
+    ("mode", "at"),
+    [
+        ("convex", "tuning"),
+        ("minibatch", "tuning"),
+        ("minibatch", "training"),
+        ("training", "training"),
+        ("training", "trying values (grid, penalty = 0.01)"),
+        ("training", "trying values (descent)"),
+    ],
+)
 def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(mode, at, tmp_path, monkeypatch):
     monkeypatch.setattr("bilevel.applications.tuning.implicit_descent.SAVE_EVERY", 0.0)
     x, y = regression()
@@ -248,11 +262,12 @@ def test_a_tuning_that_was_stopped_goes_on_bit_for_bit(mode, at, tmp_path, monke
                 raise KeyboardInterrupt
 
     def on_progress(stage, done, total):
-        if stopping and stage == at and done == 4:
+        if stopping and stage == at and (done == 4 or "values" in at):
             raise KeyboardInterrupt
 
     def tuned(**options):
         options |= {"callbacks": [Stop()]} if mode == "minibatch" else {}
+        options |= {"rate": 1e-2} if mode == "training" else {}
         model, hyper = copy.deepcopy(first), {"penalty": FeaturePenalty()}
         return tune(
             model, (x[:80], y[:80]), (x[80:], y[80:]), hyper, mode=mode, steps=40, on_progress=on_progress, **options

@@ -118,7 +118,8 @@ def network(way: str, seed: int) -> dict[str, Any]:
 
     from bilevel.applications.training import accuracy
     from bilevel.applications.tuning.losses import TrainingLoss
-    from bilevel.applications.tuning.tune import train_with, tune
+    from bilevel.applications.tuning.searches import train_with
+    from bilevel.applications.tuning.tune import tune
 
     model, train, valid, test = network_task(seed)
     hyper, began = network_knobs(), time.process_time()

@@ -85,22 +85,28 @@ class Trainer:
         *,
         steps: int,
         batch: int,
-        rate: float,
+        rate: float | Sequence[float],
         seed: int,
         on_progress: OnProgress | None = None,
         checkpoint: Path | None = None,
     ) -> None:
-        """Train on these rows from the model's present weights; all random draws come from `seed`."""
+        """Train on these rows from the model's present weights; all random draws come from `seed`.
+
+        A `rate` falls linearly to zero; a sequence has the rate of each step.
+        """
         device = self.v.device
         with seeded(seed, device) as generator:
             self.model.train()
             self.descent.restart()
-            rates = rate * torch.linspace(1, 0, steps + 1, device=device)
-            task: dict[str, float] = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
+            if isinstance(rate, Sequence):
+                rates = torch.tensor(rate, device=device)
+            else:
+                rates = rate * torch.linspace(1, 0, steps + 1, device=device)
+            task: dict[str, Any] = {"steps": steps, "batch": batch, "rate": rate, "seed": seed, "examples": len(rows)}
             task |= {"decay": self.decay} if self.decay else {}
             done = 0 if checkpoint is None else self.load(checkpoint, task)
             keeps = checkpoint if first_rank() else None
-            for k, index in islice(enumerate(_batches(rows, batch, generator, device)), done, steps):
+            for k, index in islice(enumerate(index_batches(rows, batch, generator, device)), done, steps):
                 self.engines.outer.wrap(self.inner)(index, rates[k])
                 due = (k + 1) % max(1, steps // SAVES) == 0 or k + 1 == steps
                 if keeps is not None and due:
@@ -136,7 +142,7 @@ class Trainer:
     def obstacle(self) -> str:
         return ""
 
-    def save(self, folder: Path, task: dict[str, float], step: int) -> None:
+    def save(self, folder: Path, task: dict[str, Any], step: int) -> None:
         state = {
             "task": task,
             "step": step,
@@ -146,7 +152,7 @@ class Trainer:
         }
         store.save(folder, state)
 
-    def load(self, folder: Path, task: dict[str, float]) -> int:
+    def load(self, folder: Path, task: dict[str, Any]) -> int:
         """Load the state in the folder, if there is one; return the number of steps done."""
         if not store.exists(folder):
             return 0
@@ -216,7 +222,7 @@ def refuse_end(solution: Solution, what: str, advice: str, *, fine: bool = True)
         raise ProblemError(f"the {what} diverged after {solution.steps} steps{advice}")
 
 
-def _batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:
+def index_batches(rows: Tensor, size: int, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:
     """Yield batches of rows without end, in a new order in every pass, without partial batches."""
     size = min(size, len(rows))
     while True:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from bilevel._util.atomic_files import atomic_write
+from bilevel._util.threads import threads_for
 from bilevel.applications.tuning.tune_table import TunedTable, tune_table
 from bilevel.cli.option_values import device_of
 from bilevel.cli.progress import RunBar, show_table, stages
@@ -19,7 +19,6 @@ from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, rep
 from bilevel.data import Labelled, load, load_numbers
 from bilevel.report.figures import bars, grid, losses
 from bilevel.report.page import Card, Report, Table, render
-from bilevel.running.run_many import one_thread
 
 FILES = ("penalties.csv", "history.csv", "model.safetensors", "result.json", "report.html")
 HEADINGS = ("Penalties", "Validation loss", "Test loss")
@@ -30,8 +29,6 @@ STAGES = (
 # Two losses that differ by less than this share count as the same.
 SAME = 1e-3
 FOLDS = 5
-# The number of input values up to which one thread is as fast as several.
-SMALL = 5_000_000
 
 
 def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, json: bool) -> None:
@@ -55,11 +52,10 @@ def run(asked: Mapping[str, Any], out: Path | None, device: str, resume: bool, j
     read = load_numbers if asked["numbers"] or model == "ridge" else load
     loaded = read(data, label=asked["label"], test=asked["test"])
     where = device_of("cpu" if device == "auto" and model != "mlp" else device)
-    small = where.type == "cpu" and loaded.x.numel() < SMALL
     folder = folder_of(out, "tune", data)
 
     def work(checkpoint: Path) -> tuple[dict[str, Any], str]:
-        with one_thread() if small else nullcontext(), stages() as on_progress:
+        with threads_for(loaded.x.numel()), stages() as on_progress:
             found = tune_table(
                 loaded,
                 model,
@@ -104,7 +100,7 @@ def summary(data: Labelled, found: TunedTable, asked: Mapping[str, Any], device:
         )
     return {
         "command": "tune",
-        "method": "convex" if asked["model"] != "mlp" else "penalty",
+        "method": "convex" if asked["model"] != "mlp" else "training",
         "status": "done",
         "message": message,
         "seed": asked["seed"],

@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from bilevel import OptionError
 from bilevel._util.checks import check_counts, in_range, one_of
+from bilevel._util.threads import threads_for
 from bilevel.applications.tuning.folded_linear_model import Loss, Rows, folds_of, from_scipy, invertible
 from bilevel.applications.tuning.linear_tuning import Penalty, tune_cautiously
 from bilevel.sklearn.denoising import _LabelledClasses, _plain
@@ -60,14 +61,15 @@ class _Tuned(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
         outputs = classes if classes > 2 else 1
         inputs = _inputs(X, outputs * (int(fold.max()) + 1))
         rows = Rows(inputs, torch.from_numpy(np.array(y)).to(kind), torch.from_numpy(fold), loss, outputs)
-        found, self.caution_ = tune_cautiously(
-            rows,
-            penalty=self.penalty,
-            caution=None if caution == AUTO else float(caution),
-            seed=int(random.randint(2**31 - 1)),
-            steps=steps,
-            tolerance=tol,
-        )
+        with threads_for(X.shape[0] * X.shape[1]):
+            found, self.caution_ = tune_cautiously(
+                rows,
+                penalty=self.penalty,
+                caution=None if caution == AUTO else float(caution),
+                seed=int(random.randint(2**31 - 1)),
+                steps=steps,
+                tolerance=tol,
+            )
         self.alpha_ = found.alpha.numpy()
         self.single_alpha_ = found.single
         self.valid_loss_, self.single_valid_loss_ = found.valid_loss, found.single_loss

@@ -3,18 +3,11 @@
     training loss = sum_i w_i l(model(a(x_i)), s(y_i)) / sum_i w_i  +  penalties of the model's parameters
 
 A knob changes the inputs (a), the targets (s), the weights (w), the losses (l) or the penalties. Its value is one
-tensor. `Free` changes nothing; your own loss reads it. A change of variables keeps each value in its
-range, on its natural scale (the logarithm, or the value itself):
-
-    natural(value) = middle + half tanh(t / REACH),     t free
-
-Every hyperparameter has t in the same units: a move by 5 from the middle, which the default rate of the penalty method
-allows for, covers most of any range.
+tensor. `Free` changes nothing; your own loss reads it. See `ranges` for how values stay in their range.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,108 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import OptionError
-from bilevel._util.checks import ShortRepr, in_range, one_of
-
-Parameters = Mapping[str, Tensor]
-# (scores, targets) -> one loss for each example.
-Losses = Callable[[Tensor, Tensor], Tensor]
-REACH = 2.5
-# The least distance of a start from the ends, as a share of half the range: at an end the gradient is zero.
-EDGE = 1e-3
-Scale = Literal["log", "linear"]
-
-
-@dataclass(frozen=True, repr=False)
-class Range(ShortRepr):
-    """The values between `low` and `high`, on a "log" or a "linear" scale. A log scale needs `low` above 0.
-
-    >>> Range(1e-4, 1.0).value(torch.tensor(0.0)).item()  # the middle of the logarithms
-    0.01
-    """
-
-    low: float
-    high: float
-    scale: Scale = "log"
-
-    def __post_init__(self) -> None:
-        one_of("scale", self.scale, ("log", "linear"))
-        for name in ("low", "high"):
-            in_range(name, getattr(self, name))
-        if self.scale == "log" and not self.low > 0:
-            raise OptionError(f"low must be above 0 on the scale 'log'; got {self.low!r}. Use scale='linear'.")
-        if not self.low < self.high:
-            raise OptionError(f"low must be below high; got low={self.low!r} and high={self.high!r}.")
-
-    @property
-    def _ends(self) -> tuple[float, float]:
-        """Return the middle and half the width, on the natural scale."""
-        low, high = (math.log(end) if self.scale == "log" else float(end) for end in (self.low, self.high))
-        return (low + high) / 2, (high - low) / 2
-
-    def value(self, t: Tensor) -> Tensor:
-        """Return the value of a free t."""
-        middle, half = self._ends
-        # 1 + tanh(t / REACH) = 2 sigmoid(2 t / REACH), and sigmoid is much faster than tanh on a CPU. In place: no
-        # derivative needs the old numbers, and for a million values new memory costs more than the arithmetic.
-        natural = t.mul(2 / REACH).sigmoid_().mul(2 * half).add_(middle - half)
-        return natural.exp_() if self.scale == "log" else natural
-
-    def free(self, value: Tensor) -> Tensor:
-        """Return the t of a value; a value at or beyond an end of the range is moved a little inside."""
-        middle, half = self._ends
-        natural = value.clamp(self.low, self.high)
-        share = ((natural.log() if self.scale == "log" else natural) - middle) / half
-        return REACH * torch.atanh(share.clamp(EDGE - 1, 1 - EDGE))
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of the model and the data, which determine how many values a knob has.
-
-    `features` counts the numbers in one input. `classes` is None if the targets are numbers, `sources` 0 if the
-    training examples have none.
-    """
-
-    parameters: Parameters
-    features: int
-    classes: int | None
-    sources: int
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Knob(Range):
-    """A hyperparameter: its range and its start. The methods below change nothing; each subclass replaces one."""
-
-    low: float
-    high: float
-    start: float
-    scale: Scale = "log"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        in_range("start", self.start, least=self.low, most=self.high)
-
-    def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Return the shape of the value."""
-        return (1,)
-
-    def inputs(self, value: Tensor, x: Tensor) -> Tensor:
-        return x
-
-    def targets(self, value: Tensor, target: Tensor) -> Tensor:
-        """Return the target probabilities, one row for each example."""
-        return target
-
-    def weights(self, value: Tensor, y: Tensor, source: Tensor | None) -> Tensor | None:
-        """Return a weight for each example, or None."""
-        return None
-
-    def losses(self, value: Tensor, scores: Tensor, target: Tensor) -> Tensor | None:
-        """Return losses that replace the usual ones, or None."""
-        return None
-
-    def penalty(self, value: Tensor, parameters: Parameters) -> Tensor | None:
-        return None
+from bilevel._util.checks import check_counts, one_of
+from bilevel.applications.tuning.knob import Knob, Losses, Parameters, Sizes
+from bilevel.applications.tuning.ranges import Scale
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -264,6 +158,8 @@ class ClassWeights(Knob):
     tensor([1., 5., 5.])
     """
 
+    has_singles = False
+
     low: float = 0.1
     high: float = 10.0
     start: float = 1.0
@@ -291,6 +187,8 @@ class SourceWeights(Knob):
     >>> SourceWeights().weights(torch.tensor([1.0, 0.1]), torch.tensor([3, 7]), torch.tensor([0, 1]))  # sources 0 and 1
     tensor([1.0000, 0.1000])
     """
+
+    has_singles = False
 
     low: float = 1e-2
     high: float = 1e2
@@ -321,6 +219,8 @@ class LossMix(Knob):
     ...     return -(targets * scores.log_softmax(1)).sum(1)
     >>> hyper = {"mix": LossMix(mixed=[cross_entropy, brier])}
     """
+
+    has_singles = False
 
     mixed: Sequence[Losses]
     low: float = 1e-2
@@ -363,6 +263,36 @@ class Augmentation(Knob):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
+class LearningRate(Knob):
+    """The learning rate of the training, which still falls linearly to zero. Only for the mode "training" of `tune`.
+
+    Args:
+        low, high: The range of the rate. Default: 1e-5 and 0.1.
+        start: The first value. Default: 1e-3.
+        scale: The scale on which the value moves, "log" (default) or "linear".
+        phases: The number of equal parts of the training, each with its own rate. Default: 1.
+
+    >>> hyper = {"rate": LearningRate(phases=3)}
+    """
+
+    low: float = 1e-5
+    high: float = 1e-1
+    start: float = 1e-3
+    phases: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(phases=self.phases)
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return (self.phases,)
+
+    def phase(self, step: int, steps: int) -> int:
+        """Return the part of the training that a step is in."""
+        return step * self.phases // steps
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Free(Knob):
     """A tensor that your own loss reads.
 
@@ -374,6 +304,8 @@ class Free(Knob):
 
     >>> hyper = {"temperature": Free(low=0.05, high=20.0, start=1.0)}
     """
+
+    has_singles = False
 
     size: Sequence[int] = (1,)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,21 +33,65 @@ SAVE_EVERY = 5.0
 OnProgress = Callable[[int, float], object]
 
 
-def objective(problem: Problem, u: Any, v: Any, curvature: Curvature | None = None) -> ExactMultipliers:
-    """Return phi and its derivative; see `ExactMultipliers` for the last argument."""
-    return ExactMultipliers(PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v")), curvature)
+class Phi(Protocol):
+    """phi and its derivative, as a descent calls them.
+
+    `memory` is the number of steps that L-BFGS remembers. `leaves` hold u; a checkpoint also restores `kept`. `finish`
+    is called at the end, at the last u.
+    """
+
+    evaluations: int
+    memory: int
+
+    @property
+    def leaves(self) -> Sequence[Tensor]: ...
+
+    @property
+    def kept(self) -> Sequence[Tensor]: ...
+
+    def __call__(self, x: Tensor, /) -> tuple[float, Tensor, Any]: ...
+
+    def finish(self) -> object: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class _Exact(ExactMultipliers):
+    """phi of a problem whose lower level is solved by Newton steps."""
+
+    memory = 50
+
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        return self.d.u.leaves
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return self.d.v.leaves
+
+    def finish(self) -> object:
+        return self.newton.minimise()
+
+
+def objective(
+    problem: Problem, u: Any, v: Any, curvature: Curvature | None = None, tolerance: float | None = None
+) -> _Exact:
+    """Return phi and its derivative, for a descent with this tolerance; see `ExactMultipliers` for `curvature`."""
+    found = _Exact(PenalisedObjective(problem, Variable(u, "u"), Variable(v, "v")), curvature)
+    if tolerance is not None:
+        found.adjoint_accuracy = max(1e-5, 0.1 * tolerance)
+    return found
 
 
 def descend(
-    problem: Problem,
-    u: Any,
-    v: Any,
+    exact: Phi,
     *,
     max_steps: int,
     tolerance: float = 1e-5,
     late: Callable[[], bool] = lambda: False,
     on_progress: OnProgress = lambda *_: None,
-    curvature: Curvature | None = None,
     begin: Callable[[], object] = lambda: None,
     checkpoint: Path | None = None,
     task: Mapping[str, Any] | None = None,
@@ -55,12 +99,10 @@ def descend(
     """Minimise phi from the present u by L-BFGS, in place; return phi at the start and after each step.
 
     The descent ends if phi has fallen by less than `tolerance` of itself in five steps, after `max_steps`, or if
-    `late()` is true. `begin` is called before each step, `on_progress` after it. `curvature` is passed to
-    `objective`. The state is saved in the folder `checkpoint` every few seconds, and also at the end or if the
-    descent is interrupted. A state in the folder is resumed, or refused if its `task` is another.
+    `late()` is true. `begin` is called before each step, `on_progress` after it. The state is saved in the folder
+    `checkpoint` every few seconds, and also at the end or if the descent is interrupted. A state in the folder is
+    resumed, or refused if its `task` is another.
     """
-    exact = objective(problem, u, v, curvature)
-    exact.adjoint_accuracy = max(1e-5, 0.1 * tolerance)
     search, path, ended = _begun(exact, checkpoint, task or {})
     if ended:
         return path
@@ -69,7 +111,7 @@ def descend(
         return {
             "task": dict(task or {}),
             "search": search.state_dict(),
-            "v": flatten(exact.d.v.leaves),
+            "v": flatten(exact.kept) if exact.kept else None,
             "path": list(path),
             "exact": exact.state_dict(),
             "ended": ended,
@@ -86,12 +128,10 @@ def descend(
             ended = flat or len(path) > max_steps or (len(path) > 1 and late())
             if not ended:
                 begin()
-                # If the predicted decrease is below the rounding error, a search cannot succeed.
-                promised = -torch.dot(search.gradient, search.direction()).item()
-                ended = promised <= 0.1 * tolerance * abs(search.value) or not search.iterate(phi)
+                ended = _hopeless(search, path, 0.1 * tolerance) or not search.iterate(phi)
             if ended:
-                write(search.x, exact.d.u.leaves)
-                exact.newton.minimise()
+                write(search.x, exact.leaves)
+                exact.finish()
             else:
                 path.append(search.value)
             state = snapshot()
@@ -106,13 +146,22 @@ def descend(
     return path
 
 
-def _begun(
-    exact: ExactMultipliers, checkpoint: Path | None, task: Mapping[str, Any]
-) -> tuple[LBFGS, list[float], bool]:
+def _hopeless(search: LBFGS, path: Sequence[float], share: float) -> bool:
+    """Return True if the predicted decrease is at most this share: below the rounding error no search succeeds.
+
+    The prediction costs a direction: it is made only if the last step gained little.
+    """
+    value = abs(search.value)
+    if len(path) > 1 and path[-2] - path[-1] > 100 * share * value:
+        return False
+    return -torch.dot(search.gradient, search.direction()).item() <= share * value
+
+
+def _begun(exact: Phi, checkpoint: Path | None, task: Mapping[str, Any]) -> tuple[LBFGS, list[float], bool]:
     """Return a search, its path and whether it has ended: from the checkpoint if there is one, else a new one."""
-    device = exact.d.u.device
+    device = exact.leaves[0].device
     if checkpoint is None or not store.exists(checkpoint):
-        search = LBFGS.start(exact, flatten(exact.d.u.leaves), memory=50)
+        search = LBFGS.start(exact, flatten(exact.leaves), memory=exact.memory)
         if not search.value == search.value or not bool(torch.isfinite(search.gradient).all()):
             raise ProblemError("the validation loss is not finite at the start. Scale the inputs.")
         size = search.gradient.norm().item()
@@ -124,6 +173,7 @@ def _begun(
         state = each_tensor(lambda t: t.to(device), state)
         exact.load_state_dict(state["exact"])
         search = LBFGS(**state["search"])
-        write(search.x, exact.d.u.leaves)
-        write(state["v"], exact.d.v.leaves)
+        write(search.x, exact.leaves)
+        if exact.kept:
+            write(state["v"], exact.kept)
         return search, list(state["path"]), bool(state["ended"])

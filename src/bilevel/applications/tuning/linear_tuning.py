@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 
 from bilevel import DataError, Problem
+from bilevel.applications.tuning.fold_descent import FoldDescent, at_hand
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
-from bilevel.applications.tuning.hyperparameters import Range
-from bilevel.applications.tuning.implicit_descent import descend, objective
+from bilevel.applications.tuning.implicit_descent import Phi, descend, objective
+from bilevel.applications.tuning.ranges import Range
 
 # The range of the single penalty, in units of the features' curvature.
 LOW, HIGH = 1e-5, 1e4
@@ -42,7 +43,10 @@ LOW, HIGH = 1e-5, 1e4
 BELOW, ABOVE = 1e-3, 1e4
 # The cautions of the stages before a smaller one, and the factor on their tolerance.
 STAGES, ROUGH = (1.0, 0.1, 0.01), 10.0
-START = 0.1
+# The penalties of the grid from which the single one starts, if there is no closed form.
+FEW = 5
+# The single penalty is tuned to this share of the tolerance: it must not end above the value of any grid.
+FINE = 1e-2
 # The share of the rows that is set apart to decide the caution, and the least number of them.
 SHARE, LEAST = 0.2, 2
 Penalty = Literal["single", "per-feature"]
@@ -102,50 +106,90 @@ def tune_linear(
     """
     _check(rows)
     digest, end = "" if checkpoint is None else rows.digest(), clock() + (math.inf if seconds is None else seconds)
-    model, held_out = FoldedModel(rows), int((rows.fold >= 0).sum())
+    levels, held_out = _Levels(rows), int((rows.fold >= 0).sum())
     path = list[float]()
 
     def run_stage(name: str, t: Tensor, span: Range, scale: Tensor, price: float, tolerance: float) -> Tensor:
         """Tune the penalties alpha = scale * span.value(t), with a price on their distance to `scale`; return alpha."""
-        problem = Problem(
-            lambda u, v, _: model.upper(v) + price * span.value(u).log().square().sum() / 2,
-            lambda u, v, _: model.lower(scale * span.value(u), v),
-        )
         path.extend(
             descend(
-                problem,
-                t,
-                model.v,
+                levels.phi(t, span, scale, price, tolerance),
                 max_steps=steps,
                 tolerance=tolerance,
                 late=lambda: clock() >= end,
                 on_progress=lambda done, value: on_progress(name, done, value),
-                curvature=lambda: model.second(scale * span.value(t.detach())),
-                begin=model.renew,
+                begin=levels.model.renew,
                 checkpoint=checkpoint and checkpoint / name.replace(" ", "-"),
                 task={"rows": digest, "stage": name, "tolerance": tolerance, "steps": steps},
             )
         )
         return scale * span.value(t.detach())
 
-    unit, every = model.curvature.mean() * model.counts.mean(), Range(LOW, HIGH)
-    t = every.free(torch.full_like(model.center[:1], START)).requires_grad_()
-    single = run_stage("one penalty", t, every, unit, 0.0, tolerance)
+    unit, every = levels.unit, Range(LOW, HIGH)
+    t = every.free(levels.first(unit)).requires_grad_()
+    single = run_stage("one penalty", t, every, unit, 0.0, FINE * tolerance)
     alpha = single.expand(rows.x.shape[1]).clone()
-    single_loss = loss = model.upper(model.v).item()
+    single_loss = loss = levels.loss(alpha)
     stages: list[tuple[float, Tensor]] = []
     if penalty == "per-feature" and len(alpha) > 1:
         each, size = Range(BELOW, ABOVE), 2 * loss if rows.loss == "squared" else 1.0
-        u = each.free(torch.ones_like(model.center)).requires_grad_()
+        u = each.free(torch.ones_like(alpha)).requires_grad_()
         for c in (*(c for c in STAGES if c > caution), caution):
             if clock() >= end:
                 break
             name, rough = f"a penalty for each feature, caution {c:g}", 1.0 if c == caution else ROUGH
             alpha = run_stage(name, u, each, single, c * size / held_out, rough * tolerance)
             stages.append((c, alpha))
-        loss = model.upper(model.v).item()
+        loss = levels.loss(alpha)
     weight, bias = trained(rows, alpha)
     return LinearTuned(alpha, weight, bias, float(single), single_loss, loss, path, stages)
+
+
+class _Levels:
+    """Both levels for penalties: in closed form if there is one, else with the weights of the folds kept minimal."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.model = FoldedModel(rows)
+        self.folds = at_hand(rows)
+        self.unit = self.model.curvature.mean() * self.model.counts.mean()
+
+    def phi(self, t: Tensor, span: Range, scale: Tensor, price: float, tolerance: float) -> Phi:
+        """Return the validation loss with the penalties scale * span.value(t), plus the price of their distances."""
+        if self.folds is not None:
+            return FoldDescent(self.folds, t, span, scale, price)
+        model = self.model
+        problem = Problem(
+            lambda u, v, _: model.upper(v) + price * span.value(u).log().square().sum() / 2,
+            lambda u, v, _: model.lower(scale * span.value(u), v),
+        )
+        return objective(problem, t, model.v, lambda: model.second(scale * span.value(t.detach())), tolerance)
+
+    def first(self, unit: Tensor) -> Tensor:
+        """Return the single penalty of a grid with the least validation loss, in these units."""
+        if self.folds is not None:
+            return unit.new_tensor([self.folds.best_single(LOW * float(unit), HIGH * float(unit))]) / unit
+        values = torch.logspace(math.log10(HIGH), math.log10(LOW), FEW, dtype=unit.dtype, device=unit.device)
+        losses = torch.stack([self._held_out(unit * value) for value in values])
+        self._restart()
+        return values[losses.nan_to_num(nan=math.inf).argmin()][None]
+
+    def _held_out(self, penalty: Tensor) -> Tensor:
+        """Return the validation loss with a single penalty, from the present weights on."""
+        found = _solved(self.model, penalty.expand(len(self.model.center))).upper(self.model.v).detach()
+        if not torch.isfinite(found):
+            self._restart()
+        return found
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        """Forget the present weights, so that a run that resumes starts from the same state."""
+        self.model.renew()
+        for leaf in self.model.v.values():
+            leaf.zero_()
+
+    def loss(self, alpha: Tensor) -> float:
+        """Return the validation loss of these penalties; without a closed form, of the present weights."""
+        return self.folds.loss(alpha) if self.folds is not None else self.model.upper(self.model.v).item()
 
 
 def tune_cautiously(
@@ -196,6 +240,8 @@ def loss_of(rows: Rows, weight: Tensor, bias: Tensor) -> float:
 
 def trained(rows: Rows, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight (outputs, d) and bias (outputs) of the model trained on all rows with these penalties."""
+    if (at_once := at_hand(rows, held_out=False)) is not None:
+        return at_once.model(alpha)
     model = _solved(FoldedModel(rows, held_out=False), alpha)
     weight = model.v["weight"][0].detach()
     return weight, model.v["bias"][0].detach() - weight @ model.center
@@ -203,6 +249,8 @@ def trained(rows: Rows, alpha: Tensor) -> tuple[Tensor, Tensor]:
 
 def held_out_loss(rows: Rows, alpha: Tensor) -> float:
     """Return the validation loss with these penalties."""
+    if (folds := at_hand(rows)) is not None:
+        return folds.loss(alpha)
     model = _solved(FoldedModel(rows), alpha)
     return model.upper(model.v).item()
 

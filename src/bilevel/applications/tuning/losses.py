@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from bilevel import Problem
 from bilevel.applications.training import evaluating
-from bilevel.applications.tuning.hyperparameters import Knob, parameters_of, values
+from bilevel.applications.tuning.hyperparameters import parameters_of, values
+from bilevel.applications.tuning.knob import Knob
 
 Batch = Sequence[Tensor]
 # (values of the hyperparameters, model, batch) -> scalar tensor.
@@ -83,6 +84,10 @@ class TrainingLoss:
             return self(values(self.hyper, u), v, batch if train is None else train)
 
         return Problem(upper, lower)
+
+    def fixed_problem(self, train: Batch, valid: Batch) -> Problem:
+        """Return the problem whose u are the values themselves, on all of `train` and `valid`."""
+        return Problem(lambda u, v, _: self.validation(u, v, valid), lambda u, v, _: self(u, v, train))
 
     @torch.no_grad()
     def measured(self, value: Mapping[str, Tensor], model: nn.Module, columns: Batch) -> float:

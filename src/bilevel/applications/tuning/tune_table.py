@@ -8,7 +8,6 @@ the units of the data.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,29 +24,36 @@ from bilevel._util.random_state import seeded
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import accuracy
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Loss, Rows, folds_of
-from bilevel.applications.tuning.hyperparameters import FeaturePenalty, Knob, WeightDecay, parameters_of
+from bilevel.applications.tuning.hyperparameters import FeaturePenalty, WeightDecay
+from bilevel.applications.tuning.knob import Knob
 from bilevel.applications.tuning.linear_tuning import (
+    LinearTuned,
     held_out_loss,
     loss_of,
     trained,
     tune_cautiously,
 )
 from bilevel.applications.tuning.losses import TrainingLoss
-from bilevel.applications.tuning.tune import OnProgress, train_with, tune
+from bilevel.applications.tuning.searches import OnProgress
+from bilevel.applications.tuning.tune import tune
+from bilevel.applications.tuning.value_search import START, comparison
 from bilevel.data import Labelled, Pair, split_test
-from bilevel.running.run_identity import digest_of
 from bilevel.running.run_many import ResultFolder, RunItem, Settings
 
 Kind = Literal["logistic", "ridge", "mlp"]
 Penalty = Literal["per-feature", "per-layer", "single"]
 HELD_OUT = 0.2
 LOSSES: dict[str, Loss] = {"ridge": "squared", "logistic": "logistic"}
-# The number of penalties in the grid, for linear models and for networks.
-GRID, NETWORK_GRID = 11, 5
+# The number of penalties in the grid of linear models.
+GRID = 11
 NO_BETTER = (
     "On rows that the tuning did not see, penalties for each feature, tuned on {folds} folds, are not better than a "
     "single penalty beyond chance. This is the single penalty; --caution 1 or 0 still gives one penalty for each "
     "feature."
+)
+GRID_WON = (
+    "The gradient ended with the validation loss {:.4g} (in units of the scaled labels). The single penalty {:.3g} of "
+    "the grid has {:.4g}, and is used."
 )
 
 
@@ -171,7 +177,7 @@ def tune_table(
         "checkpoint": checkpoint,
     }
     if model == "mlp":
-        found = _network(data, penalty, steps, callbacks, **common)
+        found = _network(data, penalty, steps, callbacks, unit=spread**2, **common)
     else:
         found = _linear(data, LOSSES[model], penalty == "single", folds, caution, steps or 100, **common)
     *_, weight, bias = found.state.values()  # of the last layer
@@ -283,6 +289,9 @@ def _linear(
         return held_out_loss(rows, each), loss_of(others, *trained(rows, each))
 
     identity = {} if checkpoint is None else {"rows": rows.digest(), "test": others.digest()}
+    grid = _grid(unit * np.logspace(-5, 5, GRID), losses, on_progress, checkpoint, identity)
+    notes = [NO_BETTER.format(folds=folds)] if used is None and not single else []
+    found = _least(rows, found, grid, notes)
     right = None
     if loss == "logistic":
         scores = (others.x @ found.weight.T + found.bias).cpu()
@@ -296,11 +305,22 @@ def _linear(
         test_loss=loss_of(others, found.weight, found.bias),
         test_accuracy=right,
         curve=found.path,
-        grid=_grid(unit * np.logspace(-5, 5, GRID), losses, on_progress, checkpoint, identity),
+        grid=grid,
         state={"weight": found.weight.cpu(), "bias": found.bias.cpu()},
         caution=used,
-        notes=(NO_BETTER.format(folds=folds),) if used is None and not single else (),
+        notes=tuple(notes),
     )
+
+
+def _least(rows: Rows, found: LinearTuned, grid: Sequence[Point], notes: list[str]) -> LinearTuned:
+    """Return what was found, or the best single penalty of the grid if its validation loss is lower."""
+    best = min(grid, key=lambda point: point.valid_loss)
+    if not best.valid_loss < found.valid_loss:
+        return found
+    notes.append(GRID_WON.format(found.valid_loss, best.penalty, best.valid_loss))
+    alpha = torch.full_like(found.alpha, best.penalty)
+    weight, bias = trained(rows, alpha)
+    return replace(found, alpha=alpha, weight=weight, bias=bias, valid_loss=best.valid_loss)
 
 
 def _network(
@@ -309,6 +329,7 @@ def _network(
     steps: int | None,
     callbacks: Sequence[Callback],
     *,
+    unit: float,
     seed: int,
     on_progress: OnProgress,
     device: torch.device,
@@ -319,46 +340,56 @@ def _network(
     train, valid = (tuned_on.x, tuned_on.y), tuned_on.part("test")
     with seeded(seed):
         network = mlp(data.x.shape[1], (128,), classes or 1).to(device)
-    first = copy.deepcopy(network)
-    single = WeightDecay()
-    knobs: dict[str, Knob] = {
-        "per-feature": FeaturePenalty(high=10.0),
-        "per-layer": WeightDecay(per="layer"),
-        "single": single,
+    decay, per_layer = WeightDecay(), WeightDecay(per="layer")
+    kinds: dict[str, dict[str, Knob]] = {
+        "per-feature": {"decay": decay, "penalty": FeaturePenalty(start=FeaturePenalty.low)},
+        "per-layer": {"decay": per_layer},
+        "single": {"decay": decay},
     }
-    knob, options = knobs[penalty], dict[str, Any](steps=steps, seed=seed, callbacks=callbacks, on_progress=on_progress)
-    found = tune(network, train, valid, {"penalty": knob}, mode="minibatch", checkpoint=checkpoint, **options)
-    objective, used = TrainingLoss({"penalty": single}, classes), found.settings
-    final: dict[str, Any] = {"steps": used["final_steps"], "batch": used["batch"], "rate": used["rate"]}
-
-    def losses(decay: float) -> tuple[float, float]:
-        rival, value = copy.deepcopy(first), {"penalty": torch.tensor([decay])}
-        place = checkpoint and checkpoint / f"grid-{decay:.0e}"
-        train_with(objective, value, rival, train, seed=seed + 1, checkpoint=place, **final)
-        return objective.measured(value, rival, valid), objective.measured(value, rival, test)
-
-    identity = {} if checkpoint is None else {"rate": used["rate"], "examples": digest_of([*train, *valid, *test])}
-    names, sizes = _penalised(network, knob, data.features)
+    hyper, measured = kinds[penalty], TrainingLoss({}, classes)
+    found = tune(
+        network,
+        train,
+        valid,
+        hyper,
+        steps=steps,
+        seed=seed,
+        callbacks=callbacks,
+        on_progress=on_progress,
+        checkpoint=checkpoint,
+        measure=lambda model: measured.measured({}, model, test),
+    )
+    grid = [
+        Point(float(tried.values["decay"][0]), tried.valid_loss, tried.measured)
+        for tried in found.candidates
+        if tried.stage == START or tried.moved.startswith("decay")
+    ]
+    names, penalties, sizes = _penalised(network, found.values, data.features)
     return TunedTable(
         names,
-        penalties=found.values["penalty"],
+        penalties=penalties,
         sizes=sizes,
         valid_loss=found.valid_loss,
-        test_loss=objective.measured({}, network, test),
+        test_loss=measured.measured({}, network, test),
         test_accuracy=accuracy(network, test) if classes else None,
         curve=found.curve,
-        grid=_grid(np.geomspace(single.low, single.high, NETWORK_GRID), losses, on_progress, checkpoint, identity),
+        grid=sorted(grid, key=lambda point: point.penalty),
         state={name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()},
         caution=None,
+        notes=(comparison(found.candidates, unit),),
     )
 
 
-def _penalised(network: nn.Module, knob: Knob, features: tuple[str, ...]) -> tuple[tuple[str, ...], Tensor]:
-    """Return what each penalty belongs to, and the size of the weights that it acts on."""
-    matrices = [p.detach().cpu() for p in network.parameters() if p.ndim > 1]
-    if not isinstance(knob, WeightDecay):
-        return features, matrices[0].norm(dim=0)
-    sizes = torch.stack([p.norm() for p in matrices])
-    if knob.per == "model":
-        return ("all weights",), sizes.norm()[None]
-    return tuple(f"layer {name}" for name in knob.groups(parameters_of(network))), sizes
+def _penalised(
+    network: nn.Module, values: dict[str, Tensor], features: tuple[str, ...]
+) -> tuple[tuple[str, ...], Tensor, Tensor]:
+    """Return what each penalty belongs to, the penalties, and the size of the weights that each acts on."""
+    matrices = {name: p.detach().cpu() for name, p in network.named_parameters() if p.ndim > 1}
+    sizes, decay = torch.stack([p.norm() for p in matrices.values()]), values["decay"]
+    if "penalty" in values:
+        first, *_ = matrices.values()
+        names, each = (*features, "all later layers"), torch.cat([decay + values["penalty"], decay])
+        return names, each, torch.cat([first.norm(dim=0), sizes[1:].norm()[None]])
+    if len(decay) == 1:
+        return ("all weights",), decay, sizes.norm()[None]
+    return tuple(f"layer {name.rpartition('.')[0]}" for name in matrices), decay, sizes

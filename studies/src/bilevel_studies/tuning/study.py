@@ -21,11 +21,11 @@ from bilevel._util.random_state import seeded
 from bilevel.applications import networks as models
 from bilevel.applications.training import accuracy
 from bilevel.applications.tuning.folded_linear_model import FoldedModel, Rows
-from bilevel.applications.tuning.hyperparameters import ClassWeights, Free, Knob, LabelSmoothing, Range, WeightDecay
+from bilevel.applications.tuning.hyperparameters import ClassWeights, Free, LabelSmoothing, WeightDecay
+from bilevel.applications.tuning.knob import Knob
 from bilevel.applications.tuning.linear_tuning import (
     HIGH,
     LOW,
-    START,
     held_out_loss,
     loss_of,
     trained,
@@ -33,7 +33,9 @@ from bilevel.applications.tuning.linear_tuning import (
     tune_linear,
 )
 from bilevel.applications.tuning.losses import Batch, TrainingLoss
-from bilevel.applications.tuning.tune import train_with, tune
+from bilevel.applications.tuning.ranges import Range
+from bilevel.applications.tuning.searches import train_with
+from bilevel.applications.tuning.tune import tune
 from bilevel.data import corrupt
 from bilevel.methods.base import Method
 from bilevel_studies.study import Found, RunItem, Settings
@@ -57,6 +59,8 @@ BUDGETS = {"a9a": 6.0, "digits": 6.0, "text": 60.0}
 # The share of a budget after which `tune_linear` starts no evaluation; its last one and the training follow.
 OURS = 0.85
 FOLDS = 5
+# The start of the other methods, in units of the features' curvature.
+START = 0.1
 # Seeds of the regression; `--seeds` does not change them.
 RIDGE_SEEDS = 20
 # Steps of a first run, which measures how many steps fit a budget.
@@ -310,6 +314,8 @@ def _scale(hidden: int, steps: int, turns: int) -> Found:
             train,
             valid,
             hyper,
+            mode="minibatch",
+            grid=0,
             steps=steps,
             final_steps=1,
             rate=NETWORK_RATE,

@@ -22,7 +22,7 @@ from torch import Tensor
 from bilevel._util.checks import check_counts
 from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import difference, summed
-from bilevel.batches.sources import Source
+from bilevel.batches.sources import Source, known_length
 from bilevel.derivatives.prices import Gradients
 from bilevel.errors import DataError, OptionError
 from bilevel.measures.batch_scales import BatchScales
@@ -94,13 +94,12 @@ class _Run(SingleLoopRun):
         self.present = z
 
     def _count(self, source: Source) -> int:
-        try:
-            return len(source)
-        except TypeError:
+        if (count := known_length(source.items)) is None:
             raise DataError(
                 f"SRBA reads all data again every `period` steps, so the {source.name} data must have a length, as a "
                 f"list or a DataLoader over a Dataset has; got {type(source.items).__name__}. Use SOBA."
-            ) from None
+            )
+        return count
 
     def step(self, k: int) -> Tensor:
         if k % self.period:

@@ -21,7 +21,7 @@ STATEMENTS = {
     "top": 319,  # 274 before certificates said how much of the data they are of, and ends with data what to try
     "_util": 265,  # 232 before short reprs, and before `copy_state` and `read_json` came here
     "applications": 2900,
-    "batches": 361,  # 348 before a source could be read as a whole, which SRBA and certificates do
+    "batches": 363,  # 348 before a source could be read as a whole, which SRBA and certificates do
     "cli": 1398,  # 1,395 before methods that denoise does not offer were named, and its own default
     "data": 1235,
     "derivatives": 839,  # 836 before `direct` took g, too, and the number of ranks

@@ -120,7 +120,8 @@ class Batches:
         rows = {len(t) if t.ndim else 0 for t in leaves_of(given) if isinstance(t, Tensor)}
         if len(rows) != 1 or 0 in rows:
             return None
-        count = float(rows.pop())
+        whole = isinstance(batch, BatchShare) and batch.shared
+        count = rows.pop() / (self.d.rank_count if whole else 1)
         if not self.d.shared:
             return count
         return self.d.mean_over_ranks([torch.tensor(count, device=self.d.v.device)])[0].item()

@@ -27,9 +27,9 @@ STATEMENTS = {
     "derivatives": 839,  # 836 before `direct` took g, too, and the number of ranks
     "distributed": 487,
     "engines": 371,
-    "measures": 914,  # 792 before certificates over all data, read again and weighted by the sizes of batches
-    "methods": 3608,  # 2,117 before exact multipliers; 3,047 before single-loop methods, tracked multipliers
-    "optim": 735,  # 411 before exact multipliers, `second_order` and gradient steps on the adjoint
+    "measures": 915,  # 792 before certificates over all data, read again and weighted by the sizes of batches
+    "methods": 3850,  # 2,117 before exact multipliers; 3,608 before rates and warm-ups without a number of steps
+    "optim": 739,  # 411 before exact multipliers, `second_order` and gradient steps on the adjoint
     "problem": 274,
     "report": 358,
     "running": 1292,  # 1,283 before certificates had a budget

@@ -57,7 +57,9 @@ SMALL = 500_000
 UNFIT = ("forward-mode", "soba", "srba", "f2sa", "sama", "stocbio", "amigo")
 FIT = {name: method for name, method in METHODS.items() if name not in UNFIT}
 FIT["penalty"] = lambda: METHOD
-FIT["approx-grad"] = partial(ApproxGrad, damping=0.1)  # the curvature of a network has directions of size zero
+FIT["approx-grad"] = partial(
+    ApproxGrad, decay="linear", damping=0.1
+)  # the curvature of a network has directions of size zero
 # The most columns of a row that the page shows.
 SHOWN_FIELDS = 40
 # The training sets, as the tables call them.

@@ -306,7 +306,7 @@ class Loop:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        if saved["max_steps"] != self.setting.max_steps and self.state.mode != "deterministic":
+        if saved["max_steps"] != self.setting.max_steps and getattr(self.state, "horizon", False):
             warn_user(
                 f"the checkpoint was made with max_steps={saved['max_steps']}; with max_steps={self.setting.max_steps} "
                 f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "

@@ -39,7 +39,7 @@ from bilevel.methods.base import Method
 from bilevel.running.run_identity import claim, digest_of
 
 # The cotangent of the same batch is biased by each example's own gradient, which is a sign of a wrong label.
-METHOD = Penalty(cotangent="same")
+METHOD = Penalty(cotangent="same", decay="linear")
 # The default number of passes over the examples, and the least number of steps.
 PASSES, LEAST_STEPS = 12, 1200
 # The largest log-odds of a right label at the start of a run.
@@ -118,7 +118,7 @@ def denoise(
         trusted: Examples of the same form, whose labels are known to be right. Each class needs some.
         model: A network that maps inputs to one score for each class; it can be on any device. Integer inputs stay
             integers if the model takes them, as a model of words does.
-        method: The method of the bilevel run. None (default): `Penalty(cotangent="same")`.
+        method: The method of the bilevel run. None (default): `Penalty(cotangent="same", decay="linear")`.
         steps: The number of steps of the bilevel run. None (default): 12 passes over `train`, and at least 1,200.
         final_steps: The number of steps of each training before and after the run. None (default): `steps`.
         batch: The number of examples in a batch. None (default): 100, or 200 with 10,000 examples or more.

@@ -116,7 +116,7 @@ def tune(
         mode: "convex", without minibatches, or "minibatch". None (default): "convex" for a single linear layer on data
             of moderate size.
         method: The method of the bilevel run, only in the mode "minibatch". None (default):
-            `Penalty(cotangent="same")`.
+            `Penalty(cotangent="same", decay="linear")`.
         steps: The number of tuning steps. None (default): 1,000, or 60 in the mode "convex".
         final_steps: The number of steps of the final training, only in the mode "minibatch". None (default): `steps`.
         batch: The number of examples in a batch, only in the mode "minibatch". Default: 100.
@@ -207,7 +207,7 @@ def _tune(
         return curve, None
     solution = solve(
         objective.problem(),
-        method or Penalty(cotangent="same"),
+        method or Penalty(cotangent="same", decay="linear"),
         u,
         copy.deepcopy(model),
         (loader(kept, batch), loader(columns, batch)),

@@ -318,26 +318,36 @@ BOTH: dict[str, Any] = {"lower_optimizer": RATE, "upper_optimizer": RATE}
 PRESET: dict[str, Any] = {"lower_steps": 2, "gamma": 1.0, "epsilon": 0.5, "upper_rate": 0.05, "lower_rate": 0.05}
 METHODS: dict[str, Any] = {
     "deterministic": Penalty(),
-    "stochastic": Penalty(mode="stochastic", cotangent="same"),
+    "stochastic": Penalty(mode="stochastic", cotangent="same", decay="linear"),
     "tracked": Penalty(mode="stochastic", warm_up=0.1),
     "stochastic in turn": Penalty(
-        mode="stochastic", joint=False, lower_steps=2, lower_batches="shared", cotangent="running", **BOTH
+        mode="stochastic",
+        joint=False,
+        lower_steps=2,
+        lower_batches="shared",
+        cotangent="running",
+        decay="linear",
+        **BOTH,
     ),
     "stochastic with differences": Penalty(
         mode="stochastic", lower_steps=1, curvature="difference", decay="constant", cotangent="same"
     ),
     "algorithm 1": Penalty.algorithm_1(curvature="exact", **PRESET),
     "algorithm 2": Penalty.algorithm_2(lam=0.5, curvature="exact", **PRESET),
-    "alternating": Alternating(lower_steps=2),
-    "approx grad cg": ApproxGrad(lower_steps=2, linear_solver="cg"),
-    "approx grad adam": ApproxGrad(lower_steps=2, linear_solver="adam"),
-    "approx grad neumann": ApproxGrad(lower_steps=2, linear_solver="neumann", linear_steps=3, damping=0.1),
-    "reverse mode": ReverseMode(lower_steps=3),
-    "reverse mode truncated": ReverseMode(lower_steps=3, truncate=2, momentum=0.5, upper_optimizer=RATE),
-    "forward mode": ForwardMode(lower_steps=3),
-    "forward mode with momentum": ForwardMode(lower_steps=3, momentum=0.5, lower_rate=0.2),
-    "value function": ValueFunction(lower_steps=2),
-    "value gap": ValueGap(lower_steps=2),
+    "alternating": Alternating(decay="linear", lower_steps=2),
+    "approx grad cg": ApproxGrad(decay="linear", lower_steps=2, linear_solver="cg"),
+    "approx grad adam": ApproxGrad(decay="linear", lower_steps=2, linear_solver="adam"),
+    "approx grad neumann": ApproxGrad(
+        decay="linear", lower_steps=2, linear_solver="neumann", linear_steps=3, damping=0.1
+    ),
+    "reverse mode": ReverseMode(decay="linear", lower_steps=3),
+    "reverse mode truncated": ReverseMode(
+        decay="linear", lower_steps=3, truncate=2, momentum=0.5, upper_optimizer=RATE
+    ),
+    "forward mode": ForwardMode(decay="linear", lower_steps=3),
+    "forward mode with momentum": ForwardMode(decay="linear", lower_steps=3, momentum=0.5, lower_rate=0.2),
+    "value function": ValueFunction(decay="linear", lower_steps=2),
+    "value gap": ValueGap(decay="linear", lower_steps=2),
 }
 EVERY = (no_data, batches, accumulate, trials, upper_projection, prepare, episodes, network)
 """What every step-wise method supports."""

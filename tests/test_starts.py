@@ -7,8 +7,9 @@ import torch
 from common import leaf, two_minimisers
 
 from bilevel import Box, Callback, OptionError, Penalty, Problem, Status, solve
+from bilevel.certificates import Certificate
 from bilevel.measures.problem_check import variables
-from bilevel.results import Candidate, Certificate
+from bilevel.results import Candidate
 from bilevel.running.multistart import ranked
 from bilevel.running.starting_points import drawn
 

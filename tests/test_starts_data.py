@@ -14,8 +14,9 @@ from ranks import on_ranks
 from torch import nn
 
 from bilevel import Alternating, Box, Callback, OptionError, Penalty, Problem, Rows, Status, solve, solve_pessimistic
+from bilevel.certificates import Certificate
 from bilevel.problem.variables import Variable
-from bilevel.results import Candidate, Certificate
+from bilevel.results import Candidate
 from bilevel.running.multistart import ranked
 from bilevel.running.starting_points import spread_points
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bilevel.applications.denoising.trained_run import load
+    from bilevel.certificates import Certificate
     from bilevel.distributed.weighted_mean import weighted_mean
     from bilevel.errors import (
         BilevelError,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from bilevel.methods.value_function import ValueFunction
     from bilevel.methods.value_gap import ValueGap
     from bilevel.problem import Ball, Box, Problem, Rows, Simplex
-    from bilevel.results import Certificate, History, Solution, Status
+    from bilevel.results import History, Solution, Status
     from bilevel.running.callbacks import Callback, CSVHistory, EarlyStopping, Progress, Run, TensorBoard
     from bilevel.running.pessimistic import solve_pessimistic
     from bilevel.running.run_many import run_many
@@ -107,7 +108,8 @@ _MODULES = {
     "methods.value_function": ["ValueFunction"],
     "methods.value_gap": ["ValueGap"],
     "problem": ["Ball", "Box", "Problem", "Rows", "Simplex"],
-    "results": ["Certificate", "History", "Solution", "Status"],
+    "certificates": ["Certificate"],
+    "results": ["History", "Solution", "Status"],
     "running.callbacks": ["CSVHistory", "Callback", "EarlyStopping", "Progress", "Run", "TensorBoard"],
     "running.run_many": ["run_many"],
     "running.pessimistic": ["solve_pessimistic"],

@@ -1,4 +1,4 @@
-"""What comes back from a run: Status, History, Certificate, Solution."""
+"""What comes back from a run: Status, History, Solution, with a `Certificate`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing_extensions import TypeVar
 
 from bilevel._util.atomic_files import atomic_write
 from bilevel._util.checks import did_you_mean
+from bilevel.certificates import LARGE, Certificate
 
 U = TypeVar("U", default=Any)
 V = TypeVar("V", default=Any)
@@ -69,8 +70,6 @@ class Status(enum.Enum):
         return self.value
 
 
-# Above this relative error of the hypergradient, the solution shows a sentence about it.
-LARGE = 0.1
 # What a user can do after each status.
 NEXT = {
     Status.CONVERGED: "use u and v, which were updated in place.",
@@ -80,6 +79,11 @@ NEXT = {
     Status.MAX_STEPS: "see .certificate and .history; raise max_steps if f or the residual still falls.",
     Status.STOPPED: "call solve again with checkpoint= and resume=True to continue, if a checkpoint was written.",
     Status.DIVERGED: "look at .history before the last step; with data, lower the learning rates; without, bound u.",
+}
+# The same with data, if it differs.
+NEXT_WITH_DATA = {
+    Status.STALLED: "see .certificate and .history; raise max_steps, or lower the learning rates.",
+    Status.DIVERGED: "look at .history before the last step, and lower the learning rates.",
 }
 # The same for a run that ended before u began to move.
 STILL = "u has not moved, because v was still being trained: raise max_steps, or pass warm_up=0 to the method."
@@ -167,104 +171,6 @@ class History:
         return history
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """How far the end is from being a solution, measured after the run.
-
-    With data, every number belongs to the mean objectives over `batches` batches; `full_data` says whether these were
-    all.
-
-    Fields:
-        stationarity_u: |grad_u F| of the penalised objective with the final penalty weights; under `project_upper`,
-            |u - P(u - grad_u F)|.
-        stationarity_v: |grad_v F|, without the regularisation lam g.
-        lower_residual: |grad_v g|; with `project_lower`, |v - P(v - grad_v g)|; with lower constraints, |grad_v L| of
-            `bilevel.derivatives.lower_constraints`.
-        violation: The largest violation of an upper-level constraint; 0 without constraints.
-        scale: The size of grad f. |grad_v F| is judged against it, and |grad_u F| unless `scale_u` is given.
-        lower_scale: The size that grad_v g has away from its zero; the residual is judged against it.
-        violation_scale: The size of the constraint functions; the violation is judged against it. Default: 1.
-        lower_minimiser: Whether a second minimisation of g, under its constraints, found nothing lower. None (default):
-            it was not tried.
-        lower_violation: The largest violation of a lower-level constraint, divided by the size of its gradient in v.
-            Default: 0.
-        complementarity: The largest |min(alpha / k, -c / |J_c|)| of a lower inequality, in the unit of v (see
-            `bilevel.derivatives.lower_constraints`). Default: 0.
-        lower_unit: 1 + |v|; the two fields before are judged against it. Default: 1.
-        lower_gap: g(u, v) less the least g found by solving the lower problem again from `lower_starts` points. None
-            (default): there are no lower constraints, or it was not tried (with data it is not).
-        lower_starts: The number of these points. Default: 0.
-        hypergradient_error: |grad_u F - hypergradient| / (|f_u| + |g_uv q|), with q solved by conjugate gradients. None
-            (default): it was not requested, there is a `project_lower` or a lower constraint, or it is unknown.
-        hypergradient_unknown: Why the conjugate gradients failed: g_vv is not positive definite, or too
-            ill-conditioned for this precision or for their number of products. Default: empty, if they did not.
-        damping: lam / gamma. While nu is zero, grad_u F tends to the hypergradient with g_vv + damping I. Default: 0.
-        batches: The number of batches measured. Default: 0, without data.
-        full_data: Whether these were all batches. Default: True.
-        scale_u: The size that |grad_u F| is judged against, in the unit of u. None (default): `scale`.
-        upper: f at the end. Default: NaN, not known.
-        tolerance: The run counts as converged if the relative measures are at most this. None (default): it never does.
-
-    >>> Certificate(1e-9, 1e-9, 1e-10, 0.0, scale=1.0, lower_scale=1.0).passes(1e-6)
-    True
-    """
-
-    stationarity_u: float
-    stationarity_v: float
-    lower_residual: float
-    violation: float
-    scale: float
-    lower_scale: float
-    violation_scale: float = 1.0
-    lower_minimiser: bool | None = None
-    lower_violation: float = 0.0
-    complementarity: float = 0.0
-    lower_unit: float = 1.0
-    lower_gap: float | None = None
-    lower_starts: int = 0
-    hypergradient_error: float | None = None
-    hypergradient_unknown: str = ""
-    damping: float = 0.0
-    batches: int = 0
-    full_data: bool = True
-    scale_u: float | None = None
-    upper: float = math.nan
-    tolerance: float | None = None
-
-    @property
-    def stationarity(self) -> float:
-        """|grad F| over u and v together."""
-        return math.hypot(self.stationarity_u, self.stationarity_v)
-
-    @property
-    def relative_stationarity(self) -> float:
-        """|grad F|, with the parts of u and v each relative to its scale."""
-        scale_u = self.scale if self.scale_u is None else self.scale_u
-        return math.hypot(self.stationarity_u / scale_u, self.stationarity_v / self.scale)
-
-    @property
-    def worst(self) -> float:
-        """The largest of the relative measures: what `solve` compares with its tolerance."""
-        measures = (self.relative_stationarity, self.lower_residual / self.lower_scale, self.infeasibility)
-        return math.nan if any(math.isnan(m) for m in measures) else max(measures)
-
-    @property
-    def infeasibility(self) -> float:
-        """The largest violation at either level, complementarity included, each relative to its scale."""
-        below = max(self.lower_violation, self.complementarity) / self.lower_unit
-        return max(self.violation / self.violation_scale, below)
-
-    @property
-    def trusted(self) -> bool:
-        """Whether the hypergradient is right: its error is small, or at least unknown at a v that minimises g."""
-        if self.hypergradient_error is None:
-            return not self.hypergradient_unknown or self.lower_minimiser is True
-        return self.hypergradient_error <= LARGE
-
-    def passes(self, tolerance: float) -> bool:
-        return self.worst <= tolerance and self.lower_minimiser is not False
-
-
 @dataclass(frozen=True, repr=False)
 class Candidate:
     """The end of one of several starts. u and v are copies: lists with one tensor for each tensor of the variable."""
@@ -347,17 +253,28 @@ class Solution(Generic[U, V]):
         c = self.certificate
         found = []
         if self.status is Status.MAX_STEPS and c.batches:
-            found.append("With minibatches this is the usual end.")
+            found.append(f"With minibatches this is the usual end: f = {c.upper:.4g} on {c.measured_on()}.")
         if self.status in (Status.CONVERGED, Status.DIVERGED):
             return found
         if c.hypergradient_unknown:
             found.append(f"The error of the hypergradient is unknown: {c.hypergradient_unknown}.")
         elif c.hypergradient_error is not None and c.hypergradient_error > LARGE:
-            found.append(
-                f"Hypergradient error {c.hypergradient_error:.0%}: v is not at its minimum, or the penalty is low. Try "
-                "more steps, or ApproxGrad()."
-            )
+            found.append(f"Hypergradient error {c.hypergradient_error:.0%}: {self._cause()}")
         return found
+
+    def _cause(self) -> str:
+        """Return the likely reason for a large error of the hypergradient, and what to try."""
+        c = self.certificate
+        if not c.batches:
+            return "v is not at its minimum, or the penalty is low. Try more steps, or ApproxGrad()."
+        if (part := c.lower_residual / c.lower_scale) > LARGE:
+            return (
+                f"v is not at its minimum (|grad_v g| is {part:.0%} of its first size). Try more steps, more "
+                "lower_steps, or ApproxGrad()."
+            )
+        return (
+            "the estimate of the adjoint lags behind u, or is noisy. Try more steps, decay='linear', or ApproxGrad()."
+        )
 
     def _ends(self) -> str:
         """Return how many different points the starts ended at, and how far the two best are apart."""
@@ -378,16 +295,22 @@ class Solution(Generic[U, V]):
             f"Solution: {self.status.name} after {self.steps} steps ({self.mode}, {self.engine})",
             f"  {self}",
             f"  f: {c.upper:.6g}",
+            *([f"  measured on: {c.measured_on()}"] if c.batches else []),
             f"  stationarity, relative: {c.relative_stationarity:.2g}",
             f"  lower residual, relative: {c.lower_residual / c.lower_scale:.2g}",
             f"  violation, relative: {c.infeasibility:.2g}",
-            f"  v minimises g: {'not checked' if c.lower_minimiser is None else 'yes' if c.lower_minimiser else 'no'}",
         ]
+        if not c.batches or c.lower_minimiser is not None:  # with data it is not checked
+            answer = {None: "not checked", True: "yes", False: "no"}[c.lower_minimiser]
+            lines.append(f"  v minimises g: {answer}")
         if c.hypergradient_unknown:
             lines.append(f"  hypergradient error: unknown, {c.hypergradient_unknown}")
         elif c.hypergradient_error is not None:
-            lines.append(f"  hypergradient error, relative: {c.hypergradient_error:.2g}")
+            fewer = 0 < c.hypergradient_batches < c.batches
+            on = f" (on {c.hypergradient_batches} batches)" if fewer else ""
+            lines.append(f"  hypergradient error, relative: {c.hypergradient_error:.2g}{on}")
         if self.candidates:
             lines.append(f"  starts: {self._ends()}")
         held = self.mode == "stochastic" and len(self.history) > 0 and max(self.history["upper_rate"]) == 0
-        return "\n".join([*lines, f"  Next: {STILL if held else NEXT[self.status]}"])
+        advice = (NEXT | NEXT_WITH_DATA if c.batches else NEXT)[self.status]
+        return "\n".join([*lines, f"  Next: {STILL if held else advice}"])

@@ -55,7 +55,7 @@ def network() -> nn.Sequential:
 
 
 def method(upper_rate: float | None = None, **options: Any) -> ApproxGrad:
-    usual = {"linear_solver": study.SOLVER, "damping": study.DAMPING} | options
+    usual = {"linear_solver": study.SOLVER, "damping": study.DAMPING, "decay": "linear"} | options
     return ApproxGrad(
         lower_steps=study.PAPER_T,
         linear_steps=study.PAPER_T,

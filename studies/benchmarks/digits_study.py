@@ -154,7 +154,8 @@ def penalty(options: dict[str, Any]) -> Penalty:
         given["lower_optimizer"] = partial(torch.optim.Adam, lr=rate)
     if (rate := given.pop("sgd", None)) is not None:
         given["lower_optimizer"] = partial(SGD, lr=rate)
-    return Penalty(**({"cotangent": "same"} | given))
+    options = {"cotangent": "same"} | given
+    return Penalty(**(options if options["cotangent"] == "tracked" else {"decay": "linear"} | options))
 
 
 def digits(

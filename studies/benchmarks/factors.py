@@ -27,7 +27,9 @@ def main() -> None:
             errors = []
             for seed in (3, 4):
                 u, v = problem.start()
-                method = Penalty(lower_steps=3, lower_optimizer=adam, upper_optimizer=adam, gamma_factor=factor)
+                method = Penalty(
+                    lower_steps=3, lower_optimizer=adam, upper_optimizer=adam, gamma_factor=factor, decay="linear"
+                )
                 solve(problem.problem, method, u, v, problem.data(), max_steps=steps, seed=seed)
                 errors.append(f"{problem.error(u, v):.4f}")
             cells.append(", ".join(errors))

@@ -199,7 +199,7 @@ def penalty(task: Task, setting: Setting, watch: Watch) -> Tensor:
     for level in ("upper", "lower"):
         if (rate := options.pop(f"{level}_rate", None)) is not None:
             options[f"{level}_optimizer"] = partial(torch.optim.Adam, lr=rate)
-    method, engine = Penalty(**({"cotangent": "same"} | options)), {}
+    method, engine = Penalty(**({"cotangent": "same", "decay": "linear"} | options)), {}
 
     def upper(u: Rows, v: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         return F.cross_entropy(v(batch[0]), batch[1])

@@ -269,7 +269,7 @@ def test_approx_grad_has_twenty_steps_of_each_kind_and_adam_for_the_linear_syste
 
 def test_the_figures_have_the_papers_constants_too():
     ours, papers, approx_grad = (denoising_speed.method(name, 5) for name in METHODS)
-    assert ours == Penalty(lower_steps=5, cotangent="same")
+    assert ours == Penalty(lower_steps=5, cotangent="same", decay="linear")
     is_the_papers(papers, 1e-6, 5)
     is_approx_grad(approx_grad, 1e-3, 5)
 

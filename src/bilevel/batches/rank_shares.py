@@ -21,10 +21,14 @@ from bilevel.errors import DataError
 
 
 class BatchShare(NamedTuple):
-    """A rank's part of a batch, with its weight, if the parts have different sizes."""
+    """A rank's part of a batch, with its weight, if the parts have different sizes.
+
+    `shared`: the part is the whole batch, which all ranks have.
+    """
 
     batch: Any
     weight: float
+    shared: bool = False
 
 
 class RankShares:
@@ -43,7 +47,7 @@ class RankShares:
     def chosen(self, index: Any, select: Callable[[Any], Any]) -> Any:
         """Return this rank's share of the batch that `select` makes of an index."""
         start, stop, weight = self.part(len(index))
-        return weighted(select(index[start:stop]), weight)
+        return weighted(select(index[start:stop]), weight, shared=len(index) < self.size)
 
     def divide(self, batch: Any, name: str) -> Any:
         """Return this rank's share of a whole batch."""
@@ -74,9 +78,9 @@ class RankShares:
         return bool(getattr(items, "per_rank", False))
 
 
-def weighted(batch: Any, weight: float) -> Any:
-    """Return the batch, with its weight if that is not one."""
-    return batch if weight == 1.0 else BatchShare(batch, weight)
+def weighted(batch: Any, weight: float, *, shared: bool = False) -> Any:
+    """Return the batch, with its weight if that is not one, or if all ranks have the batch."""
+    return BatchShare(batch, weight, shared) if shared or weight != 1.0 else batch
 
 
 def leaves_of(batch: Any) -> list[Any]:
@@ -90,7 +94,7 @@ class SharedLoader:
     """A DataLoader from which a rank loads its own examples only, with the weights of its batches."""
 
     def __init__(self, loader: DataLoader[Any], shares: RankShares) -> None:
-        self._weights: deque[float] = deque()
+        self._weights: deque[tuple[float, bool]] = deque()
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_sampler=_SharedSampler(loader.batch_sampler, shares, self._weights),  # type: ignore[arg-type]
@@ -108,18 +112,19 @@ class SharedLoader:
     def __iter__(self) -> Iterator[Any]:
         self._weights.clear()
         for batch in self._loader:
-            yield weighted(batch, self._weights.popleft())
+            weight, shared = self._weights.popleft()
+            yield weighted(batch, weight, shared=shared)
 
 
 class _SharedSampler(BatchSampler):
     """The indices of this rank's examples, batch by batch."""
 
-    def __init__(self, batches: BatchSampler, shares: RankShares, weights: deque[float]) -> None:
+    def __init__(self, batches: BatchSampler, shares: RankShares, weights: deque[tuple[float, bool]]) -> None:
         super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
         self._batches, self._shares, self._weights = batches, shares, weights
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._batches:
             start, stop, weight = self._shares.part(len(batch))
-            self._weights.append(weight)
+            self._weights.append((weight, len(batch) < self._shares.size))
             yield batch[start:stop]

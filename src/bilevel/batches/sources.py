@@ -118,10 +118,6 @@ class Source:
                 raise DataError(self._empty)
             self.position, self._batches = [epoch + 1, 0], None
 
-    def __len__(self) -> int:
-        """Return the number of batches of a pass; TypeError if the user's iterable does not know it."""
-        return len(self.items)  # type: ignore[arg-type]
-
     def first_pass(self) -> Generator[Any]:
         """Yield the batches of pass 0. Close the iterator: the position and the user's generators stay as they are."""
         held = [(generator, generator.get_state()) for generator in self._own_generators()]
@@ -221,6 +217,14 @@ class Sources:
     def load_state_dict(self, state: list[list[int]]) -> None:
         for source, position in zip(self.pair or (), state, strict=True):
             source.seek(position)
+
+
+def known_length(items: Any) -> int | None:
+    """Return the number of batches of a pass; None if the user's iterable does not know it."""
+    try:
+        return len(items)
+    except TypeError:
+        return None
 
 
 def hash_seed(seed: int, name: str, epoch: int) -> int:

@@ -65,7 +65,8 @@ COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence",
 UNFIT = ("forward-mode", "soba", "srba", "f2sa", "sama", "stocbio", "amigo")
 FIT = {name: method for name, method in METHODS.items() if name not in UNFIT}
 FIT["penalty"] = lambda: METHOD
-FIT["approx-grad"] = partial(ApproxGrad, damping=0.1)  # the curvature of a network has directions of size zero
+# The curvature of a network has directions of size zero.
+FIT["approx-grad"] = partial(ApproxGrad, decay="linear", damping=0.1)
 # The training sets, as the tables call them.
 ROWS = {
     "denoised": "on the cleaned data",

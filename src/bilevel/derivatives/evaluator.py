@@ -41,6 +41,8 @@ class Evaluator:
     gradient = staticmethod(gradient)
     # Whether each batch is this rank's share of a larger batch.
     shared = False
+    # The number of ranks.
+    rank_count = 1
 
     def mean_over_ranks(self, tensors: list[Tensor]) -> list[Tensor]:
         """Average over ranks."""

@@ -49,6 +49,7 @@ class RankDerivatives(PenalisedObjective):
     ) -> None:
         super().__init__(problem, u, v, curvature, precision)
         self.ranks = ranks
+        self.rank_count = ranks.size
 
     @contextmanager
     def calling(self, batch: Any) -> Iterator[Any]:

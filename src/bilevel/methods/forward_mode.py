@@ -42,17 +42,20 @@ class ForwardMode(UnrolledOptions):
 
     Options:
         lower_steps: Steps on v before each step on u (T in the paper). Default: 5.
-        warm_up: Share of `max_steps` in which only v moves. Default: 0.1; 0 with `start_lower`.
-        decay: "linear" (default): the learning rates fall to zero over `max_steps`. "constant": they stay.
+        warm_up: Share of `max_steps` in which only v moves. Default: 0.1 with decay="linear", otherwise until v is
+            trained roughly; 0 with `start_lower`.
+        decay: "linear" (default): a run spends a known number of steps; the learning rates fall to zero over
+            `max_steps`. "root": nothing depends on `max_steps`; they fall like the root of the number of steps.
+            "constant": the same, but they stay.
         lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
             lower steps and the upper step.
         upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: Adam, with a rate that
-            lets each coordinate move by 5.
+            lets each coordinate move by 5, or, without decay="linear", with a first step of 0.03 or less.
         lower_rate: Step length of v (rho in the paper). Default: 1 / the largest curvature of g on the first batches.
         momentum: Momentum of v, as in torch.optim.SGD. Default: 0.
-        lower_decay: Whether the step length of v falls as the rate of u does ("linear") or stays ("constant"). If it
-            falls, v settles on minibatches, but at the end the T steps barely depend on u. Default: `decay` with
-            data, "constant" without.
+        lower_decay: Whether the step length of v falls as the rate of u does ("linear" or "root") or stays
+            ("constant"). If it falls, v settles on minibatches, but at the end the T steps barely depend on u.
+            Default: `decay` with data, "constant" without.
         chunk_size: How many rows of the matrix to multiply at once. More rows are faster and need more memory, about
             as much as that many second backward passes. Default: 32.
 

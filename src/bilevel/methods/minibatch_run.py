@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,17 +17,17 @@ from torch import Tensor
 
 from bilevel._util.nested import Pair, detached
 from bilevel._util.random_state import keeping
-from bilevel._util.tensor_lists import dot, norm
+from bilevel._util.tensor_lists import dot
 from bilevel.derivatives.penalised_objective import Curvature
-from bilevel.derivatives.prices import Gradients, Prices
+from bilevel.derivatives.prices import Gradients
 from bilevel.distributed.derivatives import make_derivatives
 from bilevel.engines._torch_private import pytree
 from bilevel.engines.engine import Engines
 from bilevel.measures.batch_scales import BatchScales, measure
-from bilevel.measures.certificate import SMALL
-from bilevel.measures.lower_minimum import lower_point
 from bilevel.methods.base import RunContext, copy_state
-from bilevel.methods.options import DECAYS, check_batch_run
+from bilevel.methods.options import check_batch_run
+from bilevel.methods.pacing import HALF, Pace
+from bilevel.methods.run_answers import RunAnswers
 from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer, adam
 from bilevel.problem import Variable
 from bilevel.results import Status
@@ -36,8 +35,6 @@ from bilevel.results import Status
 # The batches of one gradient.
 Draw = list[Pair]
 GOLDEN = (math.sqrt(5) - 1) / 2
-# How far a coordinate of u can travel from its start, in either direction, at the default upper rate.
-REACH = 5.0
 
 
 class _Parts(NamedTuple):
@@ -49,13 +46,10 @@ class _Parts(NamedTuple):
     upper: Callable[..., Tensor]
 
 
-class MinibatchRun(ABC):
+class MinibatchRun(RunAnswers):
     """A run of upper iterations. A subclass sets `lower` and `upper`, then calls `_ready`."""
 
     mode = "stochastic"
-    # Whether a step takes second derivatives.
-    curved = True
-    unit_step = 1.0
     # The entries of the state with a tensor for each tensor of v; they are sharded as v is (see
     # `bilevel.distributed.sharded_state`).
     like_v: tuple[str, ...] = ("lower",)
@@ -63,6 +57,7 @@ class MinibatchRun(ABC):
     adjoint_steps = 0
     # How many batches the scales are measured on.
     scale_batches = 5
+    half: float = HALF
     lower: VariableOptimizer
     upper: VariableOptimizer
     engines: Engines
@@ -74,19 +69,18 @@ class MinibatchRun(ABC):
         lower_steps: int,
         curvature: Curvature = "auto",
         shared: bool = False,
-        warm_up: float = 0.0,
+        warm_up: float | None = 0.0,
         decay: str = "linear",
     ) -> None:
         """Arguments:
 
         lower_steps: Lower steps in an upper iteration (T in the paper).
         shared: Whether all steps of an upper iteration use one draw.
-        warm_up: Share of the upper iterations in which only v moves.
-        decay: How the learning rates fall: a key of `DECAYS`.
+        warm_up, decay: See `Pace`.
         """
         self.context = context
         self.problem, self.u, self.v = context.problem, context.u, context.v
-        check_batch_run(context, warm_up)
+        check_batch_run(context, warm_up or 0.0)
         self.derivatives = make_derivatives(
             context.problem,
             context.u,
@@ -97,9 +91,12 @@ class MinibatchRun(ABC):
             accumulate=context.accumulate,
         )
         self.tolerance = context.tolerance
-        self.lower_steps, self.decay = lower_steps, decay
+        self.lower_steps = lower_steps
         self.shared = shared or self.problem.prepare is not None or self.problem.start_lower is not None
-        self.warm_up = round(warm_up * context.max_steps)
+        self.pace = Pace(self.v.leaves, decay=decay, warm_up=warm_up, steps=context.max_steps, half=self.half)
+        self.warm_up = self.pace.warm_up
+        # The steps so far.
+        self.taken = 0
         self.last: list[Pair] | None = None
         self.before: list[list[int]] = []
         self.moving = False
@@ -119,6 +116,7 @@ class MinibatchRun(ABC):
                     self.problem.start_lower(self.v.value, self._episode_of(prepared))
             measured = measure(d, prepared, self.context.accumulate)
         self._scale_values = measured.sizes
+        self.coverage = measured.coverage
         return measured
 
     def _sample(self) -> list[Pair]:
@@ -131,18 +129,20 @@ class MinibatchRun(ABC):
         u = self.u if u is None else u
         if factory is not None:
             return VariableOptimizer(u, factory, "upper_optimizer")
-        moving = max(1, self.context.max_steps - self.warm_up)
-        rows = 2 * REACH / max(1.0, moving * measured.coverage)
-        return VariableOptimizer(u, adam(u, 2 * REACH / moving), "upper_optimizer", row_rate=rows)
+        return self.pace.upper_descent(u, measured.coverage)
 
     def _lower_rate(self, measured: BatchScales) -> float:
         """Return the default rate if v descends only g. Without data it is at least the rate of u, as v follows u."""
-        moving = max(1, self.context.max_steps - self.warm_up)
-        return max(measured.lower_rate(None), 0.0 if self.context.sources else 2 * REACH / moving)
+        return self.pace.lower_rate(measured, data=bool(self.context.sources))
 
     def _lower_descent(self, factory: OptimizerFactory | None, rate: float) -> VariableOptimizer:
         """Return the optimizer of v: the user's, or Adam at this rate."""
-        return VariableOptimizer(self.v, factory or adam(self.v, rate), "lower_optimizer")
+        return self._following(VariableOptimizer(self.v, factory or adam(self.v, rate), "lower_optimizer"), factory)
+
+    def _following(self, made: VariableOptimizer, factory: OptimizerFactory | None) -> VariableOptimizer:
+        """Note an optimizer that follows u, if its rate is not the user's."""
+        self.pace.followers += [made] if factory is None and not self.pace.spends else []
+        return made
 
     def _ready(self) -> None:
         """Count the draws of an upper iteration and make the engines. A subclass calls this last in its `__init__`."""
@@ -172,13 +172,19 @@ class MinibatchRun(ABC):
 
     def _begin(self, k: int) -> tuple[Iterator[Draw], Tensor]:
         """Return the draws of upper iteration k, and the factor on its learning rates."""
-        if not self.moving and k >= self.warm_up:
-            self.moving = True
-            self._warmed(k)
-        share = DECAYS[self.decay](k, self.context.max_steps)
-        return self._draws(k), torch.full((), share, dtype=self.v.dtype, device=self.v.device)
+        self.taken = k + 1
+        if not self.moving and self.pace.agreement is None and k >= self.warm_up:
+            self._start_moving(k)
+        left = self.pace.left(k, moving=self.moving)
+        return self._draws(k), torch.full((), left, dtype=self.v.dtype, device=self.v.device)
 
-    def _warmed(self, k: int) -> None:  # noqa: B027
+    def _start_moving(self, k: int) -> None:
+        """Let u move from step k on. This reads values on the host."""
+        self.moving, self.pace.began = True, k
+        self.pace.set_rates(self.derivatives, self._sample(), self.coverage, data=bool(self.context.sources))
+        self._warmed(k)
+
+    def _warmed(self, k: int) -> None:
         """Called once, before the first step that moves u."""
 
     def _draws(self, k: int) -> Iterator[Draw]:
@@ -252,7 +258,7 @@ class MinibatchRun(ABC):
             self.lower.restart()
             self._restart()
 
-    def _restart(self) -> None:  # noqa: B027
+    def _restart(self) -> None:
         """Called when `start_lower` has reset v."""
 
     def _lower_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
@@ -260,7 +266,7 @@ class MinibatchRun(ABC):
         _, slope = self.derivatives.slope(draw)
         self.lower.step(slope, (), left)
 
-    def _adjoint_step(self, draw: Draw, left: Tensor, moving: bool) -> None:  # noqa: B027
+    def _adjoint_step(self, draw: Draw, left: Tensor, moving: bool) -> None:
         """Move the adjoint."""
 
     def _upper_step(self, draw: Draw, left: Tensor, moving: bool) -> Tensor:
@@ -271,7 +277,14 @@ class MinibatchRun(ABC):
         direct.rows = d.all_rows(direct.rows)
         if moving:
             self.upper.step(direct.u, direct.rows, left)
+        else:
+            self._note_agreement(slope)
         return self._record(direct.f, g, direct, d.norm(slope), d.norm(d.residual(slope)), left, moving)
+
+    def _note_agreement(self, slope: Sequence[Tensor]) -> None:
+        """Note what v descends in a step that does not move u."""
+        if self.pace.agreement is not None:
+            self.pace.agreement.note(self.derivatives, slope)
 
     def _record(
         self, f: Tensor, g: Tensor, moved: Gradients, size_v: Tensor, residual: Tensor, left: Tensor, moving: bool
@@ -304,66 +317,18 @@ class MinibatchRun(ABC):
         self.last = sources.draw(count)
         return self.last
 
-    # -- what the engines ask --------------------------------------------------------------------------------------
-
-    def obstacle(self) -> str:
-        if self.derivatives.shared:
-            return "ranks average gradients within a step, which a recorded step cannot do."
-        if self.curved and self.derivatives.curvature == "difference":
-            return "curvature='difference' resets the random generators within a step."
-        if self.context.accumulate > 1:
-            return f"accumulate={self.context.accumulate} resets the random generators within a step."
-        for name, descent in (("lower_optimizer", self.lower), ("upper_optimizer", self.upper)):
-            if not descent.recordable:
-                return f"{name} is {type(descent.optimizer).__name__}, whose first state is not zero. Use Adam or SGD."
-        if self.problem.start_lower is not None and not self.lower.restarts_in_place:
-            return f"start_lower needs a new {type(self.lower.optimizer).__name__} each time; use Adam."
-        return ""
-
-    def live(self) -> list[Tensor]:
-        held = pytree.tree_leaves(self.state_dict())
-        return [*self.u.tensors().values(), *self.v.tensors().values(), *(t for t in held if isinstance(t, Tensor))]
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [d.optimizer for d in self._descents().values() if d.optimizer is not None]
-
     # -- what solve asks -----------------------------------------------------------------------------------------
 
     @property
-    def engine(self) -> str:
-        return self.engines.name
+    def horizon(self) -> bool:
+        """Whether the steps depend on `max_steps`."""
+        return self.pace.spends or self.pace.warm_up > 0
 
     def ended(self) -> Status | None:
+        """Let u move if it is time. This is not in a step, because it reads values on the host."""
+        if not self.moving and self.pace.trained(self.taken):
+            self._start_moving(self.taken)
         return None
-
-    def finish(self) -> bool | None:
-        """Without data, test whether v minimises g. If v is large, this needs a tolerance."""
-        if self.context.sources or self.problem.start_lower is not None:
-            return None
-        if self.tolerance is None and self.v.size > SMALL:
-            return None
-        d = self.derivatives
-        direction = [torch.randn_like(leaf) for leaf in self.v.leaves]
-        unit = [x / norm(direction) for x in direction]
-        curvature = norm(d.hessian_product(d.prepare([(None, None)], graph=False), unit, with_u=False)).item()
-        return lower_point(d, self.context.generator, self.tolerance or 1e-6, curvature) is None
-
-    def scales(self) -> tuple[float, float, float, float]:
-        return self._scale_values[0], *self._scale_values
-
-    def episode(self) -> list[Pair] | None:
-        return self.last if self.problem.start_lower is not None else None
-
-    @abstractmethod
-    def prices(self) -> Prices:
-        """Return `Prices` for the certificate: nu + gamma s is minus the adjoint q."""
-
-    def _adjoint_prices(self, q: Sequence[Tensor]) -> Prices:
-        """Return `Prices` of a method that estimates the adjoint q and has no gamma."""
-        return Prices(gamma=torch.zeros((), dtype=self.v.dtype, device=self.v.device), nu=[-x for x in q])
-
-    def lam(self) -> Tensor:
-        return torch.zeros((), dtype=self.v.dtype, device=self.v.device)
 
     def _descents(self) -> dict[str, VariableOptimizer]:
         """Return the optimizers by their names in the state; a subclass adds others."""
@@ -382,6 +347,8 @@ class MinibatchRun(ABC):
             "scales": list(self._scale_values),
             "before": self.before,
             "moving": self.moving,
+            "taken": self.taken,
+            **self.pace.state_dict(),
             "evaluations": [self.derivatives.lower_evaluations, self.derivatives.upper_evaluations],
         }
 
@@ -393,6 +360,8 @@ class MinibatchRun(ABC):
         self.derivatives.curvature = state["curvature"]
         self._scale_values = tuple(state["scales"])
         self.before, self.moving = state["before"], state["moving"]
+        self.taken = state.get("taken", 0)
+        self.pace.load_state_dict(state)
         if self.before:  # v belongs to the batches of the last step: draw them again
             self.context.sources.load_state_dict(self.before)
             self._draw()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
@@ -13,12 +12,9 @@ from bilevel.methods.base import RunContext
 from bilevel.optim.variable_optimizer import OptimizerFactory
 from bilevel.problem import Problem
 
-# The factor on the learning rates of upper iteration k of n.
-DECAYS: dict[str, Callable[[int, int], float]] = {
-    "constant": lambda k, n: 1.0,
-    "linear": lambda k, n: 1.0 - k / n,
-    "root": lambda k, n: (k + 1) ** -0.5,
-}
+# How learning rates can fall (see `bilevel.methods.pacing`).
+Decay = Literal["root", "linear", "constant"]
+DECAYS = ("root", "linear", "constant")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -43,21 +39,21 @@ class StepOptions(MethodOptions):
 
     lower_steps: int = 5
     warm_up: float | None = None
-    decay: Literal["linear", "constant"] = "linear"
+    decay: Decay = "linear"
     lower_batches: Literal["fresh", "shared"] = "fresh"
     upper_optimizer: OptimizerFactory | None = None
 
     def __post_init__(self) -> None:
         check_counts(lower_steps=self.lower_steps)
         in_range("warm_up", self.warm_up, least=0, below=1)
-        one_of("decay", self.decay, ("linear", "constant"))
+        one_of("decay", self.decay, DECAYS)
         one_of("lower_batches", self.lower_batches, ("fresh", "shared"))
         factory("upper_optimizer", self.upper_optimizer)
 
     def steps(self, problem: Problem) -> dict[str, Any]:
         """Return the arguments of `MinibatchRun` that these options set. Refuse constraints on u and v."""
         no_constraints(type(self).__name__, problem)
-        warm_up = (0.0 if problem.start_lower is not None else 0.1) if self.warm_up is None else self.warm_up
+        warm_up = default_warm_up(problem, self.decay) if self.warm_up is None else self.warm_up
         return {
             "lower_steps": self.lower_steps,
             "shared": self.lower_batches == "shared",
@@ -75,6 +71,13 @@ class OptimizerOptions(StepOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         factory("lower_optimizer", self.lower_optimizer)
+
+
+def default_warm_up(problem: Problem, decay: str) -> float | None:
+    """Return the share of the steps in which only v moves; None: until v is trained roughly."""
+    if problem.start_lower is not None:
+        return 0.0
+    return 0.1 if decay == "linear" else None
 
 
 def check_batch_run(context: RunContext, warm_up: float) -> None:

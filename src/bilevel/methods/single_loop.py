@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import BatchScales
 from bilevel.methods.adjoint_run import AdjointRun
 from bilevel.methods.base import RunContext
-from bilevel.methods.options import DECAYS, MethodOptions, no_constraints, no_projection
+from bilevel.methods.options import DECAYS, Decay, MethodOptions, no_constraints, no_projection
 from bilevel.optim.variable_optimizer import OptimizerFactory, VariableOptimizer, adam
 from bilevel.problem import Variable
 
@@ -36,12 +36,12 @@ class SingleLoopOptions(MethodOptions):
 
     lower_rate: float | None = None
     upper_rate: float | None = None
-    decay: Literal["root", "linear", "constant"] = "root"
+    decay: Decay = "root"
     lower_optimizer: OptimizerFactory | None = None
     upper_optimizer: OptimizerFactory | None = None
 
     def __post_init__(self) -> None:
-        one_of("decay", self.decay, tuple(DECAYS))
+        one_of("decay", self.decay, DECAYS)
         for name in ("lower", "upper"):
             rate, made = getattr(self, f"{name}_rate"), getattr(self, f"{name}_optimizer")
             in_range(f"{name}_rate", rate, above=0)
@@ -57,6 +57,7 @@ class SingleLoopRun(AdjointRun):
     """A run with an adjoint that moves by gradient descent."""
 
     like_v = (*AdjointRun.like_v, "adjoint", "q")
+    half = 1.0  # t^(-1/2)
 
     def __init__(
         self, options: SingleLoopOptions, context: RunContext, *, lower_steps: int = 0, curvature: Curvature = "auto"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,13 @@ from torch import Tensor
 from bilevel._util.checks import check_counts
 from bilevel._util.random_state import keeping
 from bilevel._util.tensor_lists import difference, summed
-from bilevel.batches.sources import Source
+from bilevel.batches.sources import Source, known_length
 from bilevel.derivatives.prices import Gradients
 from bilevel.errors import DataError, OptionError
 from bilevel.measures.batch_scales import BatchScales
 from bilevel.methods.base import MethodState, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw
+from bilevel.methods.options import Decay
 from bilevel.methods.single_loop import SingleLoopOptions, SingleLoopRun
 
 
@@ -46,8 +47,8 @@ class SRBA(SingleLoopOptions):
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v, and again for q. Default:
             torch.optim.SGD with `lower_rate`.
         upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: SGD with `upper_rate` if
-            that is given; otherwise Adam, with a rate that lets each coordinate move by 5, or, with decay="root", with
-            a first rate of 1.
+            that is given; otherwise Adam, with a first step of 0.03 or less, or, with decay="root", of 1, or, with
+            decay="linear", with a rate that lets each coordinate move by 5.
         period: Number of steps from one pass over all data to the next. Default: the number of batches in both
             sources, so that passes take about a third of the time.
 
@@ -55,7 +56,7 @@ class SRBA(SingleLoopOptions):
     SRBA(period=500)
     """
 
-    decay: Literal["root", "linear", "constant"] = "constant"
+    decay: Decay = "constant"
     period: int | None = None
 
     def __post_init__(self) -> None:
@@ -94,13 +95,12 @@ class _Run(SingleLoopRun):
         self.present = z
 
     def _count(self, source: Source) -> int:
-        try:
-            return len(source)
-        except TypeError:
+        if (count := known_length(source.items)) is None:
             raise DataError(
                 f"SRBA reads all data again every `period` steps, so the {source.name} data must have a length, as a "
                 f"list or a DataLoader over a Dataset has; got {type(source.items).__name__}. Use SOBA."
-            ) from None
+            )
+        return count
 
     def step(self, k: int) -> Tensor:
         if k % self.period:

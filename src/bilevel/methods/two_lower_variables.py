@@ -15,7 +15,9 @@ To evaluate at w, the tensors of v hold the values of w for a moment. BatchNorm'
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from bilevel.optim.variable_optimizer import VariableOptimizer, adam
 from bilevel.problem import Variable, together
 
 GAMMA = RECORD.index("gamma")
+# Without a known number of steps, the penalty weight grows like a power of 1 + t / SLOW in step t on u.
+LONG, SLOW = 1000, 10
 
 
 class TwoLowerVariablesRun(MinibatchRun):
@@ -52,11 +56,14 @@ class TwoLowerVariablesRun(MinibatchRun):
         rate = self._lower_rate(measured)
         self.lower = self._lower_descent(options.lower_optimizer, rate)
         w = Variable(second, "v", self.problem.project_lower)
-        self.second_optimizer = VariableOptimizer(w, options.lower_optimizer or adam(self.v, rate), "lower_optimizer")
+        made = VariableOptimizer(w, options.lower_optimizer or adam(self.v, rate), "lower_optimizer")
+        self.second_optimizer = self._following(made, options.lower_optimizer)
         self.upper = self._upper_descent(options.upper_optimizer, measured)
         self.w = w.leaves
         shape = () if self.problem.trials is None else (self.problem.trials,)
         self.price = torch.zeros(shape, dtype=self.v.dtype, device=self.v.device)
+        # The factor on the penalty weight in this step.
+        self.growth = torch.ones((), dtype=self.v.dtype, device=self.v.device)
         self._start(measured)
         self._ready()
 
@@ -75,10 +82,23 @@ class TwoLowerVariablesRun(MinibatchRun):
         """Return the usual size of p. It divides the gradient in w, so that v and w can share a learning rate."""
 
     @abstractmethod
-    def _advance(self) -> float:
+    def _advance(self) -> Tensor:
         """Change the penalty weights after a step on u; return the factor on w - v that follows from this."""
 
+    @abstractmethod
+    def _grown(self) -> float:
+        """Return the last penalty weight as a multiple of the first, or that after `LONG` steps on u."""
+
     # -- one step ------------------------------------------------------------------------------------------------
+
+    def _begin(self, k: int) -> tuple[Iterator[Draw], Tensor]:
+        found = super()._begin(k)
+        if self.pace.spends:
+            self.growth.fill_(self._grown() ** (1.0 / max(1, self.pace.moving_steps - 1)))
+        elif self.moving:
+            t, power = k - self.pace.began, math.log(self._grown()) / math.log(1 + LONG / SLOW)
+            self.growth.fill_(((SLOW + t + 1) / (SLOW + t)) ** power)
+        return found
 
     def _warmed(self, k: int) -> None:
         copy_state(self.w, self.v.leaves)
@@ -163,4 +183,4 @@ class TwoLowerVariablesRun(MinibatchRun):
         return super()._descents() | {"shadow": self.second_optimizer}
 
     def _tensors(self) -> dict[str, Any]:
-        return {"w": self.w, "price": self.price}
+        return {"w": self.w, "price": self.price, "growth": self.growth}

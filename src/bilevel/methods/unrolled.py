@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from bilevel._util.random_state import keeping, random_state
 from bilevel._util.tensor_lists import broadcast_trials
 from bilevel.derivatives.penalised_objective import Curvature
 from bilevel.derivatives.prices import Gradients
+from bilevel.errors import OptionError
 from bilevel.measures.batch_scales import largest_curvature
 from bilevel.methods.base import RECORD, RunContext, copy_state
 from bilevel.methods.minibatch_run import Draw, MinibatchRun, _Parts
-from bilevel.methods.options import StepOptions, no_projection
+from bilevel.methods.options import DECAYS, Decay, StepOptions, no_projection
 from bilevel.optim.variable_optimizer import VariableOptimizer
 from bilevel.problem import Variable
 
@@ -40,13 +41,15 @@ class UnrolledOptions(StepOptions):
 
     lower_rate: float | None = None
     momentum: float = 0.0
-    lower_decay: Literal["linear", "constant"] | None = None
+    lower_decay: Decay | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         in_range("lower_rate", self.lower_rate, above=0)
         in_range("momentum", self.momentum, least=0, below=1)
-        one_of("lower_decay", self.lower_decay, ("linear", "constant"), optional=True)
+        one_of("lower_decay", self.lower_decay, DECAYS, optional=True)
+        if self.lower_decay not in (None, "constant", self.decay):
+            raise OptionError(f"lower_decay must be 'constant' or as decay={self.decay!r}; got {self.lower_decay!r}.")
 
 
 class HeavyBall(VariableOptimizer):
@@ -105,7 +108,7 @@ class Unrolled(MinibatchRun):
             self.random = self._draws_numbers(pairs)
             lengths = self._lengths(pairs, options.lower_rate)
         decay = options.lower_decay or (options.decay if context.sources else "constant")
-        self.lower = HeavyBall(self.v, lengths, options.momentum, falling=decay == "linear")
+        self.lower = HeavyBall(self.v, lengths, options.momentum, falling=decay != "constant")
         self.upper = self._upper_descent(options.upper_optimizer, measured)
 
     # -- before the first step -----------------------------------------------------------------------------------

@@ -35,12 +35,15 @@ class ValueFunction(OptimizerOptions):
 
     Options:
         lower_steps: Steps on v before each step on u (T in the paper). Default: 5.
-        warm_up: Share of `max_steps` in which only v moves. Default: 0.1; 0 with `start_lower`.
-        decay: "linear" (default): the learning rates fall to zero over `max_steps`. "constant": they stay.
+        warm_up: Share of `max_steps` in which only v moves. Default: 0.1 with decay="linear", otherwise until v is
+            trained roughly; 0 with `start_lower`.
+        decay: "linear" (default): a run spends a known number of steps; the learning rates fall to zero over
+            `max_steps`. "root": nothing depends on `max_steps`; they fall like the root of the number of steps.
+            "constant": the same, but they stay.
         lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
             lower steps and the upper step.
         upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: Adam, with a rate that
-            lets each coordinate move by 5.
+            lets each coordinate move by 5, or, without decay="linear", with a first step of 0.03 or less.
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v, and again for w. Default: Adam,
             whose first step reduces g by 6% to first order, with a rate between 1e-4 and 3e-2; without data at least
             the rate of u.
@@ -48,7 +51,8 @@ class ValueFunction(OptimizerOptions):
             |f_v| / |grad_v g| at the start.
         margin: How far g at w can exceed its minimum at first. Default: |s|^3 / |g_vv s| at the start, with
             s = grad_v g.
-        shrink: Last tau as a multiple of the first; the margin shrinks by the square of it. Default: 0.01.
+        shrink: tau after 1,000 steps on u, or at the end with decay="linear", as a multiple of the first; the margin
+            shrinks by the square of it. Default: 0.01.
 
     >>> ValueFunction(shrink=0.1)
     ValueFunction(shrink=0.1)
@@ -80,7 +84,9 @@ class _Run(TwoLowerVariablesRun):
         margin = measured.sizes[1] ** 2 * measured.gamma / measured.lam if options.margin is None else options.margin
         tau = measured.lam * margin if options.barrier is None else options.barrier
         self.margin, self.tau = (torch.full_like(self.price, x) for x in (margin, tau))
-        self.factor: float = options.shrink ** (1.0 / max(1, self.context.max_steps - self.warm_up - 1))
+
+    def _grown(self) -> float:
+        return 1.0 / self.options.shrink
 
     def _priced(self, gap: Tensor) -> Tensor:
         return barrier_slope(self.margin - gap, self.tau, self.margin / 2)
@@ -88,10 +94,10 @@ class _Run(TwoLowerVariablesRun):
     def _scale(self) -> Tensor:
         return self.tau / self.margin
 
-    def _advance(self) -> float:
-        self.tau.mul_(self.factor)
-        self.margin.mul_(self.factor**2)
-        return 1.0  # w can be far from v, at a lower solution that is better for f
+    def _advance(self) -> Tensor:
+        self.tau.div_(self.growth)
+        self.margin.div_(self.growth**2)
+        return torch.ones_like(self.growth)  # w can be far from v, at a lower solution that is better for f
 
     def _tensors(self) -> dict[str, Any]:
         return super()._tensors() | {"tau": self.tau, "margin": self.margin}

@@ -5,7 +5,8 @@
 
 Kwon, Kwon, Wright and Nowak, *A fully first-order method for stochastic bilevel optimization*, ICML 2023; Shen and
 Chen, *On penalty-based bilevel gradient descent method*, ICML 2023. With v and w at their minima, the step on u is the
-hypergradient up to O(1/gamma). gamma grows by the same factor in each step on u. The method multiplies the difference
+hypergradient up to O(1/gamma). gamma grows like a power of the number of steps on u, or, with
+decay="linear", by the same factor in each. The method multiplies the difference
 of two evaluations of g by gamma. Both use the same batch but not the same dropout masks: do not use dropout in g.
 """
 
@@ -30,17 +31,21 @@ class ValueGap(OptimizerOptions):
 
     Options:
         lower_steps: Steps on v before each step on u (T in the paper). Default: 5.
-        warm_up: Share of `max_steps` in which only v moves. Default: 0.1; 0 with `start_lower`.
-        decay: "linear" (default): the learning rates fall to zero over `max_steps`. "constant": they stay.
+        warm_up: Share of `max_steps` in which only v moves. Default: 0.1 with decay="linear", otherwise until v is
+            trained roughly; 0 with `start_lower`.
+        decay: "linear" (default): a run spends a known number of steps; the learning rates fall to zero over
+            `max_steps`. "root": nothing depends on `max_steps`; they fall like the root of the number of steps.
+            "constant": the same, but they stay.
         lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
             lower steps and the upper step.
         upper_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-2)` for u. Default: Adam, with a rate that
-            lets each coordinate move by 5.
+            lets each coordinate move by 5, or, without decay="linear", with a first step of 0.03 or less.
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v, and again for w. Default: Adam,
             whose first step reduces g by 6% to first order, with a rate between 1e-4 and 3e-2; without data at least
             the rate of u.
         gamma: First penalty weight of the gap. Default: |f_v| / |grad_v g| at the start.
-        gamma_growth: Last gamma as a multiple of the first. Default: 100.
+        gamma_growth: gamma after 1,000 steps on u, or at the end with decay="linear", as a multiple of the first.
+            Default: 100.
 
     >>> ValueGap(gamma_growth=1000.0)
     ValueGap(gamma_growth=1000.0)
@@ -67,7 +72,9 @@ class _Run(TwoLowerVariablesRun):
     def _start(self, measured: BatchScales) -> None:
         first = measured.lam if self.options.gamma is None else self.options.gamma
         self.gamma = torch.full_like(self.price, first)
-        self.growth: float = self.options.gamma_growth ** (1.0 / max(1, self.context.max_steps - self.warm_up - 1))
+
+    def _grown(self) -> float:
+        return self.options.gamma_growth
 
     def _priced(self, gap: Tensor) -> Tensor:
         return self.gamma.clone()
@@ -75,7 +82,7 @@ class _Run(TwoLowerVariablesRun):
     def _scale(self) -> Tensor:
         return self.gamma
 
-    def _advance(self) -> float:
+    def _advance(self) -> Tensor:
         self.gamma.mul_(self.growth)
         return 1.0 / self.growth
 

@@ -80,6 +80,11 @@ class VariableOptimizer:
         """The base learning rate: the first group's, or the rate of the Rows."""
         return self.rates[0][1] if self.rates else self.row_rate
 
+    def set_rates(self, rate: float, row_rate: float | None = None) -> None:
+        """Set the base learning rate of all groups, and that of the Rows."""
+        self.rates = [(held, rate) for held, _ in self.rates]
+        self.row_rate = self.row_rate if row_rate is None else row_rate
+
     @torch.no_grad()
     def step(
         self, gradients: Sequence[Tensor], rows: Sequence[Sequence[tuple[Tensor, Tensor]]], factor: Tensor

@@ -18,13 +18,15 @@ from torch import Tensor
 from bilevel._util.checks import warn_user
 from bilevel._util.nested import copy_state, each_tensor
 from bilevel._util.random_state import random_state, set_random_state
+from bilevel.certificates import Certificate
 from bilevel.distributed.process_group import ProcessGroup
 from bilevel.distributed.sharded_state import gather_state, split_state
 from bilevel.distributed.synchronise import agree_on_end, average_buffers, restore_generators
 from bilevel.measures.certificate import certify
+from bilevel.measures.certificate_batches import Allowed
 from bilevel.methods.base import RECORD, MethodState, RunContext
 from bilevel.problem.variables import Variable
-from bilevel.results import SOLVERS, Certificate, History, Solution, Status
+from bilevel.results import SOLVERS, History, Solution, Status
 from bilevel.running import checkpoints as store
 from bilevel.running.callbacks import Callback, Run
 
@@ -134,7 +136,11 @@ class Loop:
             minimiser = self.state.finish() if status not in (Status.STOPPED, Status.DIVERGED) else None
             state = self.state.state_dict()
             certificate, multipliers = certify(
-                self.state, self.setting.sources, minimiser=minimiser, hypergradient=hypergradient
+                self.state,
+                self.setting.sources,
+                minimiser=minimiser,
+                hypergradient=hypergradient,
+                allowed=self._allowed(),
             )
         reason = getattr(self.state, "message", "")
         status = self._judged(status, certificate, getattr(self.state, "doubt", ""))
@@ -229,8 +235,17 @@ class Loop:
         if max(math.hypot(row["grad_u"] / scale_u, row["grad_v"] / scale), row["residual"] / lower_scale) > tolerance:
             return False
         with self.state.derivatives.full_precision():
-            certificate, _ = certify(self.state, self.setting.sources, minimiser=None, hypergradient=False)
-        return certificate.passes(tolerance)
+            for allowed in (Allowed.sample(), self._allowed()):
+                found, _ = certify(
+                    self.state, self.setting.sources, minimiser=None, hypergradient=False, allowed=allowed
+                )
+                if not found.passes(tolerance):
+                    return False
+        return True
+
+    def _allowed(self) -> Allowed:
+        """Return how many evaluations the certificate at the end can take."""
+        return Allowed.by_run(self.state.derivatives, self.state.engine, quick=self.interrupted)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -291,7 +306,7 @@ class Loop:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        if saved["max_steps"] != self.setting.max_steps and self.state.mode != "deterministic":
+        if saved["max_steps"] != self.setting.max_steps and getattr(self.state, "horizon", False):
             warn_user(
                 f"the checkpoint was made with max_steps={saved['max_steps']}; with max_steps={self.setting.max_steps} "
                 f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "

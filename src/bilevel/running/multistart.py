@@ -23,7 +23,7 @@ from bilevel._util.random_state import undisturbed
 from bilevel.batches.sources import Sources
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.distributed.process_group import ProcessGroup
-from bilevel.measures.certificate import BATCHES
+from bilevel.measures.certificate_batches import BATCHES
 from bilevel.results import Candidate, Solution, Status
 from bilevel.running.loop import PausedRun
 from bilevel.running.run_once import RunRequest, drawn_seed, run_once

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.atomic_files import read_json, write_whole
+from bilevel.batches.sources import known_length
 from bilevel.errors import CheckpointError
 from bilevel.methods.base import Method
 from bilevel.problem import Problem, Variable
@@ -34,14 +35,14 @@ def run_identity(
     sets = [problem.project_upper, problem.project_lower, problem.prepare, problem.start_lower]
     below = [*problem.lower_equalities, *problem.lower_inequalities]
     functions = [problem.upper, problem.lower, *problem.equalities, *problem.inequalities, *below, *sets]
-    lengths = [len(source) if isinstance(source, Sized) else "?" for source in data or ()]
+    lengths = [known_length(source) for source in data or ()]
     return {
         "objectives": [described(function) for function in functions if function is not None],
         "u": shapes(u),
         "v": shapes(v),
         "method": type(method).__name__,
         "options": method.describe(),
-        "data": "none" if data is None else f"batches {lengths}",
+        "data": "none" if data is None else f"batches {['?' if n is None else n for n in lengths]}",
         "accumulate": accumulate,
         "seed": seed,
     }

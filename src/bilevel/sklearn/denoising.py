@@ -62,7 +62,7 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
         its first weights come from `random_state`. An `nn.Module` is copied with its weights. With a `module`, X can
         have more than two dimensions, as images (n, channels, height, width) have.
     hidden : the units of the default network, default (128,).
-    method : the method of the bilevel run. None (default): `Penalty(cotangent="same")`.
+    method : the method of the bilevel run. None (default): `Penalty(cotangent="same", decay="linear")`.
     steps : the number of steps of the bilevel run and of each training. None (default): 12 passes over the rows, and at
         least 600, or 1,200 with more than 2,000 rows.
     batch : the number of rows in a batch. None (default): 100, or 200 with 10,000 rows or more.

@@ -81,12 +81,12 @@ def method(name: str, T: int) -> Method:
     """Return a method as in the table: lower gradient descent, and T products for the linear system of ApproxGrad."""
     match name:
         case "FMD":
-            return ForwardMode(lower_steps=T, lower_rate=RATE, warm_up=0.0)
+            return ForwardMode(lower_steps=T, lower_rate=RATE, warm_up=0.0, decay="linear")
         case "RMD":
-            return ReverseMode(lower_steps=T, lower_rate=RATE, warm_up=0.0)
+            return ReverseMode(lower_steps=T, lower_rate=RATE, warm_up=0.0, decay="linear")
         case "ApproxGrad":
             descent = partial(torch.optim.SGD, lr=RATE)
-            return ApproxGrad(lower_steps=T, linear_solver="cg", warm_up=0.0, lower_optimizer=descent)
+            return ApproxGrad(lower_steps=T, linear_solver="cg", warm_up=0.0, decay="linear", lower_optimizer=descent)
         case _:
             return Penalty.algorithm_1(lower_steps=T, lower_optimizer=partial(torch.optim.SGD, lr=RATE))
 

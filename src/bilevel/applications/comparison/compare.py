@@ -41,23 +41,24 @@ from bilevel._util.checks import ShortRepr, in_range
 from bilevel.applications.comparison.synthetic_problems import examples, nth
 from bilevel.methods.base import Method
 
-# Every method by its name on the command line; the algorithms are presets of `Penalty`.
+# Every method by its name on the command line; the algorithms are presets of `Penalty`. A budget is a known number of
+# steps, which decay="linear" spends.
 METHODS: dict[str, Callable[..., Method]] = {
     "penalty": Penalty,
     "algorithm-1": Penalty.algorithm_1,
     "algorithm-2": Penalty.algorithm_2,
-    "alternating": Alternating,
-    "reverse-mode": ReverseMode,
-    "forward-mode": ForwardMode,
-    "approx-grad": ApproxGrad,
-    "value-function": ValueFunction,
-    "value-gap": ValueGap,
+    "alternating": partial(Alternating, decay="linear"),
+    "reverse-mode": partial(ReverseMode, decay="linear"),
+    "forward-mode": partial(ForwardMode, decay="linear"),
+    "approx-grad": partial(ApproxGrad, decay="linear"),
+    "value-function": partial(ValueFunction, decay="linear"),
+    "value-gap": partial(ValueGap, decay="linear"),
     "soba": SOBA,
     "srba": SRBA,
     "f2sa": F2SA,
-    "sama": SAMA,
-    "stocbio": partial(ApproxGrad, linear_solver="sgd", lower_steps=10, warm_start=False),
-    "amigo": partial(ApproxGrad, linear_solver="sgd", lower_steps=10),
+    "sama": partial(SAMA, decay="linear"),
+    "stocbio": partial(ApproxGrad, decay="linear", linear_solver="sgd", lower_steps=10, warm_start=False),
+    "amigo": partial(ApproxGrad, decay="linear", linear_solver="sgd", lower_steps=10),
 }
 PRESETS = ("algorithm-1", "algorithm-2")
 # The number of points on the curve of a run.

@@ -40,7 +40,7 @@ from bilevel.methods.base import Method
 from bilevel.running.run_identity import claim, digest_of
 
 # The cotangent of the same batch is biased by each example's own gradient, which is a sign of a wrong label.
-METHOD = Penalty(cotangent="same")
+METHOD = Penalty(cotangent="same", decay="linear")
 # The default number of passes over the examples, and the least number of steps with up to FEW examples, and with more.
 PASSES, LEAST_STEPS = 12, (600, 1200)
 FEW = 2000
@@ -122,7 +122,7 @@ def denoise(
         trusted: Examples of the same form, whose labels are known to be right. Each class needs some.
         model: A network that maps inputs to one score for each class; it can be on any device. Integer inputs stay
             integers if the model takes them, as a model of words does.
-        method: The method of the bilevel run. None (default): `Penalty(cotangent="same")`.
+        method: The method of the bilevel run. None (default): `Penalty(cotangent="same", decay="linear")`.
         steps: The number of steps of the bilevel run. None (default): 12 passes over `train`, and at least 600,
             or 1,200 with more than 2,000 examples.
         final_steps: The number of steps of each training before and after the run. None (default): `steps`.

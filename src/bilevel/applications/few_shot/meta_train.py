@@ -147,6 +147,7 @@ def default_method(
         "gamma": gamma,
         "lam": 0.0,
         "advances": 0,
+        "decay": "linear",
         "upper_optimizer": upper_adam(upper_rate, decay),
         "lower_optimizer": partial(torch.optim.SGD, lr=lower_rate),
     }

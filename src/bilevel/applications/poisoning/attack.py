@@ -234,6 +234,7 @@ def default_method(within: Within, linear: bool) -> Penalty:
         mode="stochastic",
         warm_up=0.0,
         cotangent="same",
+        decay="linear",
         upper_optimizer=partial(torch.optim.Adam, lr=within.room * RATE),
         lower_optimizer=partial(torch.optim.Adam, lr=LOWER_RATE) if linear else None,
         lower_batches="shared",

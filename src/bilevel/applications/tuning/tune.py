@@ -139,7 +139,7 @@ def tune(
             "minibatch", by a bilevel run. None (default): "convex" for a single linear layer on data of moderate size,
             "minibatch" with a `method` or if the steps times the weights exceed 4e8, else "training".
         method: The method of the bilevel run, only in the mode "minibatch". None (default):
-            `Penalty(cotangent="same")`.
+            `Penalty(cotangent="same", decay="linear")`.
         steps: The number of steps of the training and of the bilevel run, or of the descent in the mode "convex". None
             (default): 1,000, or 60 in the mode "convex".
         final_steps: The number of steps of the training, except in the mode "convex". None (default): `steps`.
@@ -190,7 +190,9 @@ def tune(
         search, curve = training_search(task, training | {"truncate": truncate}, rounds)
     else:
         options: dict[str, Any] = {"callbacks": callbacks, "engine": engine, "log_every": log_every, "seed": seed}
-        solution = solved_on_batches(task, u, method or Penalty(cotangent="same"), count, batch, options)
+        solution = solved_on_batches(
+            task, u, method or Penalty(cotangent="same", decay="linear"), count, batch, options
+        )
         training["rate"] = rate or _rate_of(solution, method)
         search, curve = minibatch_search(task, u, training), solution.history["upper"]
     model.load_state_dict(search.state)

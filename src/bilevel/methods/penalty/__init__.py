@@ -50,19 +50,22 @@ class Penalty(PenaltyOptions):
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v. Default: Adam, whose first step
             reduces g (or f + lam g) by 6% to first order, with a rate between 1e-4 and 3e-2.
         upper_optimizer: Factory for u. Default: Adam, with a rate at which the minimum of g moves by 0.5% a step; if
-            the cotangent is not tracked, with a rate that lets each coordinate move by 5.
+            the cotangent is not tracked, with a rate that lets each coordinate move by 5, or, without decay="linear",
+            with a first step of 0.03 or less.
         lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the
             lower steps and the upper step.
         warm_up: Share of `max_steps` in which u stays. Default: until gradients of successive batches no longer
-            agree; 0.1 if the cotangent is not tracked, 0 with `start_lower`.
-        decay: "root": learning rates fall like the root of the number of steps. "linear": they fall to zero over
-            `max_steps`. "constant": they stay. Default: "root"; "linear" if the cotangent is not tracked.
+            agree; 0.1 if the cotangent is not tracked and decay="linear", 0 with `start_lower`.
+        decay: "root": nothing depends on `max_steps`; learning rates fall like the root of the number of steps.
+            "linear": they fall to zero over `max_steps`. "constant": they stay. Default: "root"; "linear" if the
+            cotangent is not tracked.
 
     Options of the penalty weights, if the cotangent is not tracked:
         lam: First weight of g in the steps on v, which keeps v at a minimum of g. Default: from the sizes of f and g. A
             list has one number for each trial.
         rate_power: Divides the learning rates by (gamma / its first value) to this power. Default: 1 for SGD, else 0.
-        advances: How often the schedule advances after the warm-up, at least. Default: 20. 0: only by `epsilon`.
+        advances: How often the schedule advances after the warm-up, at least, with decay="linear". Otherwise after 10
+            steps on u, and after intervals that grow by a fifth. Default: 20. 0: only by `epsilon`.
         advance_every: Upper steps between two advances. It overrides `advances`. Default: none.
         epsilon: First tolerance: the schedule also advances if the penalised gradient is smaller. Default: no
             tolerance. A list has one number for each trial.

@@ -28,6 +28,10 @@ from bilevel.methods.penalty.schedule import Schedule
 from bilevel.optim.variable_optimizer import VariableOptimizer
 from bilevel.results import REASONS
 
+# If the number of steps is not known: the steps of u before the first advance of the schedule, and how much longer each
+# interval is than the one before. Twenty advances take about 1,900 steps.
+FIRST_ADVANCE, LONGER = 10, 1.2
+
 
 class PenaltyMinibatchRun(MinibatchRun):
     """A run of the penalty method on minibatches.
@@ -44,8 +48,8 @@ class PenaltyMinibatchRun(MinibatchRun):
             lower_steps=options.lower_steps or 0,
             curvature=options.curvature,
             shared=options.lower_batches == "shared",
-            warm_up=options.warm_up or 0.0,
-            decay=options.decay or "linear",
+            warm_up=options.warm_up,
+            decay=str(options.decay),
         )
         given = (options.gamma, options.lam, options.upper_optimizer, options.lower_optimizer)
         if context.problem.start_lower is not None and all(option is not None for option in given):
@@ -72,9 +76,10 @@ class PenaltyMinibatchRun(MinibatchRun):
             mu=[torch.zeros(shape, dtype=self.v.dtype, device=self.v.device) for shape in shapes],
             multipliers=bool(options.multipliers or options.nu),
         )
-        every = options.advance_every
+        every: float | None = options.advance_every
         if every is None and options.advances:
-            every = max(1, (self.context.max_steps - self.warm_up) // options.advances)
+            every = max(1, self.pace.moving_steps // options.advances) if self.pace.spends else FIRST_ADVANCE
+        growing = options.advance_every is None and not self.pace.spends
         self.schedule = Schedule(
             prices,
             new("lam", lam),
@@ -85,6 +90,7 @@ class PenaltyMinibatchRun(MinibatchRun):
             averaged=bool(options._average_residual),
             equalities=len(self.problem.equalities),
             shrinking=self._shrinking(),
+            longer=LONGER if growing else 1.0,
         )
         self.lower = self._lower_descent(options.lower_optimizer, measured.lower_rate(self.schedule.lam.mean().item()))
         self.upper = self._upper_descent(options.upper_optimizer, measured)
@@ -155,6 +161,8 @@ class PenaltyMinibatchRun(MinibatchRun):
             gradients = d.first_order(draw, None)
         gradients.rows = d.all_rows(gradients.rows)
         lowered = self._lowered(gradients)
+        if not moving:
+            self._note_agreement(lowered)
         if self.options.joint:
             self.lower.step(lowered, (), factor)
         self._move_upper(gradients, (upper_factor, factor), moving)

@@ -37,7 +37,6 @@ STOCHASTIC: dict[str, Any] = {
     "multipliers": True,
     "_average_residual": True,
     "advances": 20,
-    "warm_up": 0.1,
     "decay": "linear",
     "lower_batches": "fresh",
     "cotangent": "same",
@@ -137,9 +136,10 @@ class PenaltyOptions(MethodOptions):
 
     def for_batches(self, own: Mapping[str, Any] = MappingProxyType({})) -> Self:
         """Return these options with None replaced by `own`, or by the defaults of the stochastic mode."""
-        if self.decay == "root":
-            raise OptionError("decay='root' needs cotangent='tracked'. Use 'linear' or 'constant'.")
-        defaults = {**STOCHASTIC, **own}
+        spends = (
+            self.decay or STOCHASTIC["decay"]
+        ) == "linear"  # a known number of steps, and the warm-up a tenth of it
+        defaults = {**STOCHASTIC, **({"warm_up": 0.1} if spends else {}), **own}
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, mode="stochastic", **missing)
 

@@ -41,6 +41,7 @@ class Schedule:
         averaged: Whether nu moves by the mean of r since the last advance, and not by the last r.
         equalities: How many of the constraints are equalities; they come first.
         shrinking: Other tensors to multiply at an advance, each with its factor. Default: none.
+        longer: The factor on `every` at an advance. Default: 1.
     """
 
     def __init__(
@@ -50,18 +51,21 @@ class Schedule:
         epsilon: Tensor | None,
         *,
         factors: tuple[float, float, float],
-        every: int | None,
+        every: float | None,
         multipliers: bool,
         averaged: bool,
         equalities: int,
         shrinking: Sequence[tuple[Tensor, float]] = (),
+        longer: float = 1.0,
     ) -> None:
         self.prices, self.lam = prices, lam
         self.tolerant = epsilon is not None
         self.epsilon = torch.zeros_like(lam) if epsilon is None else epsilon
         self.gamma_factor, self.lam_factor, self.epsilon_factor = factors
         self.every, self.multipliers, self.equalities = every, multipliers, equalities
-        self.shrinking = list(shrinking)
+        self.longer = longer
+        self.interval = torch.full_like(lam, every or 0.0, dtype=torch.float64)
+        self.shrinking = [*shrinking, (self.interval, longer)]
         self.gamma_start = prices.gamma.clone()
         self.nu_start = [n.clone() for n in prices.nu]
         self.since = torch.zeros_like(lam, dtype=torch.int64)
@@ -89,7 +93,7 @@ class Schedule:
         if not self.tolerant:
             return torch.zeros_like(self.since)
         tolerance = square <= self.epsilon**2
-        steps = torch.zeros_like(tolerance) if self.every is None else self.since >= self.every
+        steps = torch.zeros_like(tolerance) if self.every is None else self.since >= self.interval
         self._advance(tolerance | steps, self.mean or gradients.residual)
         return torch.where(tolerance, 1, torch.where(steps, 3, 0))
 
@@ -102,7 +106,7 @@ class Schedule:
         if self.counted < self.every:
             return False
         self._advance(torch.ones_like(self.since, dtype=torch.bool), self.mean)
-        self.counted = 0
+        self.counted, self.every = 0, self.every * self.longer
         return True
 
     def _advance(self, fire: Tensor, residual: Sequence[Tensor]) -> None:
@@ -147,9 +151,12 @@ class Schedule:
             "mean": self.mean,
             "last": self.last,
             "counted": self.counted,
+            "every": self.every,
+            "interval": self.interval,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.counted = state["counted"]
-        copy_state({name: mine for name, mine in self.state_dict().items() if name != "counted"}, state)
+        self.counted, self.every = state["counted"], state.get("every", self.every)
+        held = {name: mine for name, mine in self.state_dict().items() if name in state}
+        copy_state({name: mine for name, mine in held.items() if name not in ("counted", "every")}, state)

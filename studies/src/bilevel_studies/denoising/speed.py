@@ -78,7 +78,7 @@ def cells(part: str, kind: str, seeds: int = 1, *, dataset: str = "mnist") -> li
 
 def method(name: str, T: int) -> Method:
     if name == METHODS[0]:
-        return Penalty(lower_steps=T, cotangent="same")
+        return Penalty(lower_steps=T, cotangent="same", decay="linear")
     if name == METHODS[1]:
         return denoising_study.algorithm_2(T, STUDIES["mnist"].paper_nu)
     return denoising_study.approx_grad(T, RATE)

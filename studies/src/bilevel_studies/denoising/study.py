@@ -183,7 +183,9 @@ NEAREST = 1e-3
 
 def approx_grad(T: int, rate: float) -> ApproxGrad:
     adam = partial(torch.optim.Adam, lr=rate)
-    return ApproxGrad(lower_steps=T, linear_steps=T, linear_solver=SOLVER, damping=DAMPING, lower_optimizer=adam)
+    return ApproxGrad(
+        lower_steps=T, linear_steps=T, linear_solver=SOLVER, damping=DAMPING, decay="linear", lower_optimizer=adam
+    )
 
 
 def algorithm_2(T: int, nu: float) -> Penalty:

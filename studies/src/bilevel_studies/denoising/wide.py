@@ -62,7 +62,7 @@ def positive(u: Tensor) -> Tensor:
 
 def method(column: str) -> Penalty:
     if column == "ours":
-        return Penalty(lower_steps=1, cotangent="same")
+        return Penalty(lower_steps=1, cotangent="same", decay="linear")
     return Penalty.algorithm_2(lower_steps=1, gamma=1.0, epsilon=1.0, lam=10.0, nu=0.0, upper_rate=3.0, lower_rate=1e-4)
 
 

@@ -65,7 +65,7 @@ def train_layer(
     v, u = network(train.x.shape[1], seed), torch.zeros(4, requires_grad=True)
     solution = solve(
         layer_problem(simplex),
-        Penalty(),
+        Penalty(decay="linear") if simplex else Penalty(),
         u,
         v,
         (Batches(valid, seed), Batches(train, seed + 1)),

@@ -73,11 +73,12 @@ def method(settings: Settings) -> Method:
                 lower_steps=lower_steps,
                 linear_steps=lower_steps,
                 damping=DAMPING,
+                decay="linear",
                 upper_optimizer=adam,
                 lower_optimizer=partial(torch.optim.SGD, lr=settings.get("lower_rate", APPROX_RATE)),
             )
         case "rmd":
-            return ReverseMode(lower_steps=lower_steps, upper_optimizer=adam, lower_decay="constant")
+            return ReverseMode(lower_steps=lower_steps, upper_optimizer=adam, decay="linear", lower_decay="constant")
     options = {key: settings[key] for key in ("gamma", "lam", "lower_rate") if key in settings}
     return default_method(lower_steps=lower_steps, upper_rate=upper_rate, decay=decay, **options)
 

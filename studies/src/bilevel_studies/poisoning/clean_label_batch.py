@@ -204,6 +204,7 @@ def penalty(
         gamma=float(options["gamma"]),
         lam=float(options["lam"]),
         gamma_h=1.0,
+        decay="linear",
         lower_batches="shared",
         upper_optimizer=mover(options, targets.bases),
         lower_optimizer=partial(torch.optim.Adam, lr=float(options["lower_rate"])),

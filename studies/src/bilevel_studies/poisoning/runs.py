@@ -186,9 +186,9 @@ def method(settings: Settings) -> Method | None:
     match settings["column"]:
         case "approx-grad":
             few = T or 5
-            return ApproxGrad(lower_steps=few, linear_steps=few, warm_up=0.0, upper_optimizer=adam)
+            return ApproxGrad(lower_steps=few, linear_steps=few, warm_up=0.0, decay="linear", upper_optimizer=adam)
         case "rmd":
-            return ReverseMode(lower_steps=10, warm_up=0.0, upper_optimizer=adam)
+            return ReverseMode(lower_steps=10, warm_up=0.0, decay="linear", upper_optimizer=adam)
         case "algorithm-2":
             lam = 1.0 if settings["attack"] == TARGETED else 100.0
             return Penalty.algorithm_2(
@@ -203,6 +203,7 @@ def method(settings: Settings) -> Method | None:
         mode="stochastic",
         warm_up=0.0,
         cotangent="same",
+        decay="linear",
         upper_optimizer=partial(torch.optim.Adam, lr=settings.get("rate", 0.03)),
         lower_optimizer=partial(torch.optim.Adam, lr=0.01),
         **options,

@@ -66,8 +66,8 @@ RIDGE_SEEDS = 20
 # Steps of a first run, which measures how many steps fit a budget.
 TRIAL_STEPS = 6
 METHODS: dict[str, Method] = {
-    "implicit": ApproxGrad(lower_steps=10, linear_steps=10),
-    "unrolled": ReverseMode(lower_steps=20),
+    "implicit": ApproxGrad(lower_steps=10, linear_steps=10, decay="linear"),
+    "unrolled": ReverseMode(lower_steps=20, decay="linear"),
 }
 TRAIN, VALID, NOISE, HIDDEN = 5000, 1000, 0.3, 100
 NETWORK_STEPS, NETWORK_RATE = 2000, 1e-3

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
-from bilevel._util.random_state import keeping
+from bilevel._util.random_state import keeping, random_state, set_random_state
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.errors import CheckpointError
 from bilevel.methods.base import RECORD, RunContext
@@ -180,8 +180,11 @@ class TrackedRun(MinibatchRun):
         d = self.derivatives
         counts = d.lower_evaluations, d.upper_evaluations
         with keeping([*self.v.buffers(), *self.u.buffers()]):
-            pairs = d.prepare(self._sample(), graph=True)
-            pulls, coverage = zip(*(self._pull(pair) for pair in pairs), strict=True)
+            raw = self._sample()
+            pairs = d.prepare(raw, graph=True)
+            exact = d.curvature != "difference"
+            each = map(self._pull, pairs) if exact else map(self._pull_by_differences, raw)
+            pulls, coverage = zip(*each, strict=True)
             pull = d.mean_over_ranks([torch.stack(parts).mean(0) for parts in zip(*pulls, strict=True)])
 
             def product(x: list[Tensor]) -> list[Tensor]:
@@ -202,15 +205,42 @@ class TrackedRun(MinibatchRun):
             g, f = d.lower(pair[1]), d.upper(pair[0])
             s = d.gradient(g, leaves, keep_graph=True)
             wrt = inputs()
-            x = [torch.zeros_like(part, requires_grad=True) for part in s]
-            through = d.gradient(s, wrt, cotangent=x, keep_graph=True)
             found = d.gradient([f, *s], wrt, cotangent=[None, *self.multipliers.nu], retain=True)
             signs = [part.sign() for part in found]
-            pull = d.gradient(through, x, cotangent=signs)
+            # g_vu d as the derivative of <g_u, d> in v: no operator needs a third derivative.
+            pull = d.gradient(d.gradient(g, wrt, keep_graph=True), leaves, cotangent=signs)
+        return pull, self._share(signs)
+
+    def _pull_by_differences(self, raw: Pair) -> tuple[list[Tensor], float]:
+        """Return the same by a difference of grad_v g at two values of u."""
+        d, u = self.derivatives, self.u
+        found = d.penalised(d.prepare([raw], graph=True), self._prices, with_u=True)
+        signs = [part.sign() for part in found.u]
+        moved, shifts = [*u.leaves, *(rows.values for rows in u.rows)], list(signs)
+        for rows, parts in zip(u.rows, found.rows, strict=True):
+            shifts.append(torch.zeros_like(rows.values))
+            for index, part in parts:
+                shifts[-1].index_add_(0, index, part.reshape(-1, *rows.values.shape[1:]))
+            shifts[-1].sign_()
+        size = max((x.detach().square().mean().sqrt().item() for x in moved), default=0.0)
+        step = torch.finfo(self.v.dtype).eps ** (1 / 3) * (1 + size)
+        state, sides = random_state(self.v.device), []
+        for sign in (1.0, -1.0):
+            with keeping(moved):
+                with torch.no_grad():
+                    for x, shift in zip(moved, shifts, strict=True):
+                        x.add_(shift, alpha=sign * step)
+                set_random_state(state, self.v.device)
+                (pair,) = d.prepare([raw], graph=False)
+                with d.differentiating_u(False):
+                    sides.append(d.gradient(d.lower(pair[1]), self.v.leaves))
+        return [(a - b) / (2 * step) for a, b in zip(*sides, strict=True)], self._share(signs)
+
+    def _share(self, signs: list[Tensor]) -> float:
+        """Return the share of the entries of u (without Rows) whose sign is not zero."""
         static = signs[: len(self.u.leaves)]
         entries = sum(part.numel() for part in static)
-        share = sum(part.abs().sum().item() for part in static) / entries if entries else 1.0
-        return pull, share
+        return sum(part.abs().sum().item() for part in static) / entries if entries else 1.0
 
     # -- one step ----------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ TRAIN, VALID, TEST = 1_000_000, 100_000, 50_000
 
 
 class Block(nn.Module):
-    """A layer: causal attention and two linear maps. Attention is written out: the fused one has no second derivative."""
+    """Causal attention and two linear maps. Attention is written out: the fused one has no second derivative."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -13,8 +13,8 @@ which the multipliers do all the work of gamma.
 
 No formula needs the number of steps. Until v has been trained roughly, u stays: gradients of successive batches agree
 as long as v has a way to go. The rate of u is such that v* moves by about `PACE` of the size of v in a step. v is far
-from its size then, so the rate is measured again, ever more rarely. The largest size of v and the largest response so
-far count: otherwise u would go faster and faster if it runs to a point to which v* does not respond. All rates fall
+from its size then, so the rate is measured again, ever more rarely. Of these later measurements the largest size of v
+and the largest response count: otherwise u would go faster and faster if it runs to a point to which v* does not respond. All rates fall
 like the root of the number of steps. A step of u is shortened so that the change of f that it promises is at most
 `TRUST` of f; the next batch measures it, so the noise of a batch does not count.
 """
@@ -123,7 +123,7 @@ class TrackedRun(MinibatchRun):
         # The step at which u began to move, and what the rate of u has grown by since.
         self.began = 0
         self.growth = torch.ones((), dtype=self.v.dtype, device=device)
-        # The largest |v| and the largest response of v* so far, and the share of u that a batch reads.
+        # The largest |v| and response of v* after the first measurement, and the share of u that a batch reads.
         self.largest, self.read = [0.0, 0.0], 1.0
         self._ready()
         self.ended()
@@ -159,10 +159,10 @@ class TrackedRun(MinibatchRun):
         """Set the default rates of u, or later the factor on them."""
         response, read = self._response()
         length = self.derivatives.norm([leaf.detach() for leaf in self.v.leaves]).item()
-        if math.isfinite(response) and math.isfinite(length):
+        if not first and math.isfinite(response) and math.isfinite(length):
             self.largest = [max(pair) for pair in zip(self.largest, (length, response), strict=True)]
-        length, response = self.largest
-        rate = min(PACE * length / response, LARGEST) if response > 0 else LARGEST
+            length, response = self.largest
+        rate = min(PACE * length / response, LARGEST) if 0 < response < math.inf else LARGEST
         if first:
             self.read = read
         visit, row = (min(rate / share ** (1 + RARE), REACH) for share in (self.read, self.coverage))

@@ -13,10 +13,10 @@ which the multipliers do all the work of gamma.
 
 No formula needs the number of steps. Until v has been trained roughly, u stays: gradients of successive batches agree
 as long as v has a way to go. The rate of u is such that v* moves by about `PACE` of the size of v in a step. v is far
-from its size then, so the rate is measured again, ever more rarely. Of these later measurements the largest size of v
-and the largest response count: otherwise u would go faster and faster if it runs to a point to which v* does not respond. All rates fall
-like the root of the number of steps. A step of u is shortened so that the change of f that it promises is at most
-`TRUST` of f; the next batch measures it, so the noise of a batch does not count.
+from its size then, so the rate is measured again, ever more rarely. The largest size of v and the largest response of
+these later measurements count: otherwise u would go faster and faster if it runs to a point to which v* does not
+respond. All rates fall like the root of the number of steps. A step of u is shortened so that the change of f that it
+promises is at most `TRUST` of f; the next batch measures it, so the noise of a batch does not count.
 """
 
 from __future__ import annotations

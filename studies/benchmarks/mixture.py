@@ -204,8 +204,8 @@ def measure(mixture: Mixture, steps: int, seed: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--synthetic", action="store_true")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--page", type=Path, help="write the table into this page, between its markers")
     given = parser.parse_args()
     torch.set_num_threads(1)

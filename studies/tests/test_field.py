@@ -116,7 +116,7 @@ def test_tables_have_the_numbers_of_the_results(tmp_path):
 
 
 def test_command_runs_cells_and_writes_the_page(small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study, "CHOICE_SECONDS", 0.1)
+    monkeypatch.setitem(study.CHOICE_SECONDS, "quadratics", 0.1)
     names = ["--problems", "quadratics", "--methods", "penalty,soba", "--seeds", "1", "--seconds", "0.2"]
     assert main(["reproduce", "field", "--out", str(tmp_path), "--page", str(tmp_path), *names]) == 0
     assert "| quadratics | SOBA |" in capsys.readouterr().out

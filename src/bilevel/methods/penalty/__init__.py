@@ -49,7 +49,7 @@ class Penalty(PenaltyOptions):
             `start_lower`.
         lower_optimizer: Factory such as `partial(torch.optim.Adam, lr=1e-3)` for v. Default: Adam, whose first step
             reduces g (or f + lam g) by 6% to first order, with a rate between 1e-4 and 3e-2.
-        upper_optimizer: Factory for u. Default: Adam, with a rate at which the minimum of g moves by 0.5% a step; if
+        upper_optimizer: Factory for u. Default: Adam, with a rate at which the minimum of g moves by 0.3% a step; if
             the cotangent is not tracked, with a rate that lets each coordinate move by 5, or, without decay="linear",
             with a first step of 0.03 or less.
         lower_batches: "fresh" (default): a new pair of batches for every lower step. "shared": one pair for the

@@ -12,10 +12,11 @@ enables stochastic and global variance reduction algorithms", NeurIPS 2022), rea
 which the multipliers do all the work of gamma.
 
 No formula needs the number of steps. Until v has been trained roughly, u stays: gradients of successive batches agree
-as long as v has a way to go. Then the rate of u is set once, such that v* moves by about `PACE` of its size in a step,
-and all rates fall like the root of the number of steps. If the response grows later, a step of u is shortened so that
-the change of f that it promises is at most `TRUST` of f; the next batch measures it, so the noise of a batch does not
-count.
+as long as v has a way to go. The rate of u is such that v* moves by about `PACE` of the size of v in a step. v is far
+from its size then, so the rate is measured again, ever more rarely. The largest size of v and the largest response of
+these later measurements count: otherwise u would go faster and faster if it runs to a point to which v* does not
+respond. All rates fall like the root of the number of steps. A step of u is shortened so that the change of f that it
+promises is at most `TRUST` of f; the next batch measures it, so the noise of a batch does not count.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ import torch
 from torch import Tensor
 
 from bilevel._util.nested import Pair
-from bilevel._util.random_state import keeping
+from bilevel._util.random_state import keeping, random_state, set_random_state
 from bilevel.derivatives.prices import Gradients, Prices
 from bilevel.errors import CheckpointError
-from bilevel.methods.base import RunContext
+from bilevel.methods.base import RECORD, RunContext
 from bilevel.methods.minibatch_run import Draw, MinibatchRun
 from bilevel.methods.penalty.options import PenaltyOptions
 from bilevel.optim.linear_solvers import conjugate_gradients
@@ -39,7 +40,7 @@ from bilevel.optim.variable_optimizer import VariableOptimizer, adam
 
 # A step of u moves v* by about this share of v. A coordinate that only a share c of the batches reads moves by
 # c^-(1 + RARE) of it at a visit: the moves of different steps are of different coordinates, and partly cancel.
-PACE, RARE = 0.005, 0.25
+PACE, RARE = 0.003, 0.25
 # A step of u changes f by at most about this share.
 TRUST = 0.01
 # The largest step of a coordinate of u, and the largest move of one that is visited rarely.
@@ -50,6 +51,8 @@ SHARE = 0.03
 HALF = 500
 # The first look at whether v is trained; the next ones are at twice as many steps each.
 FIRST_LOOK = 10
+# The rate of u is measured again so many steps after u began to move, and each time that these have grown by a factor.
+AGAIN, RARER = 30, 4
 # v is trained roughly if successive gradients agree to less than this, or have fallen to this share.
 AGREEMENT, FALLEN = 0.3, 0.1
 BETAS, TINY = (0.9, 0.999), 1e-12
@@ -117,23 +120,28 @@ class TrackedRun(MinibatchRun):
         # The last move of u (without Rows), and running means of |f| and of the change of f by a move at full rate.
         self.moved = [torch.zeros_like(leaf, requires_grad=False) for leaf in self.u.leaves]
         self.expected = torch.zeros(2, dtype=torch.float64, device=device)
-        # The step at which u began to move.
+        # The step at which u began to move, and what the rate of u has grown by since.
         self.began = 0
+        self.growth = torch.ones((), dtype=self.v.dtype, device=device)
+        # The largest |v| and response of v* after the first measurement, and the share of u that a batch reads.
+        self.largest, self.read = [0.0, 0.0], 1.0
         self._ready()
         self.ended()
 
     # -- when u moves, and how fast --------------------------------------------------------------------------------
 
     def ended(self) -> None:
-        """Let u move if it is time. This is not in a step, because it reads values on the host."""
-        if self.moving or self.taken < self.look_at:
+        """Let u move if it is time, and set its rate. This is not in a step, because it reads values on the host."""
+        if self.taken < self.look_at:
             return
-        if not self.fixed and not self._trained():
+        if not self.moving and not self.fixed and not self._trained():
             self.look_at *= 2
             return
-        self.moving, self.began = True, self.taken
+        if not self.moving:
+            self.moving, self.began = True, self.taken
         if self.options.upper_optimizer is None:
-            self._set_upper_rate()
+            self._set_upper_rate(first=self.taken == self.began)
+        self.look_at = self.began + max(AGAIN, RARER * (self.taken - self.began))
 
     def _begin(self, k: int) -> tuple[Any, Tensor]:
         self.taken = k + 1
@@ -147,13 +155,36 @@ class TrackedRun(MinibatchRun):
         agreed, square, largest = self.agreement.tolist()
         return bool(agreed <= max(AGREEMENT * square, FALLEN**2 * largest))
 
-    def _set_upper_rate(self) -> None:
-        """Set the default rates of u."""
-        d, leaves = self.derivatives, self.v.leaves
+    def _set_upper_rate(self, *, first: bool) -> None:
+        """Set the default rates of u, or later the factor on them."""
+        response, read = self._response()
+        length = self.derivatives.norm([leaf.detach() for leaf in self.v.leaves]).item()
+        if not first and math.isfinite(response) and math.isfinite(length):
+            self.largest = [max(pair) for pair in zip(self.largest, (length, response), strict=True)]
+            length, response = self.largest
+        rate = min(PACE * length / response, LARGEST) if 0 < response < math.inf else LARGEST
+        if first:
+            self.read = read
+        visit, row = (min(rate / share ** (1 + RARE), REACH) for share in (self.read, self.coverage))
+        # Adam enlarges a gradient that is mostly zero by about 1 / sqrt(coverage); RowAdam does not.
+        rates = [visit * math.sqrt(self.read), row]
+        if first:
+            self._write_upper_rate(rates)
+            return
+        # A recorded step has the first rates as numbers in it; the factor is a tensor.
+        before = [self.upper.rates[0][1]] * bool(self.u.leaves), [self.upper.row_rate] * bool(self.u.rows)
+        self.growth.fill_(min(new / old for new, some in zip(rates, before, strict=True) for old in some))
+
+    def _response(self) -> tuple[float, float]:
+        """Return how far v* moves if u takes a step of 1 along its signs, and the share of u that a batch reads."""
+        d = self.derivatives
         counts = d.lower_evaluations, d.upper_evaluations
         with keeping([*self.v.buffers(), *self.u.buffers()]):
-            pairs = d.prepare(self._sample(), graph=True)
-            pulls, coverage = zip(*(self._pull(pair) for pair in pairs), strict=True)
+            raw = self._sample()
+            pairs = d.prepare(raw, graph=True)
+            exact = d.curvature != "difference"
+            each = map(self._pull, pairs) if exact else map(self._pull_by_differences, raw)
+            pulls, coverage = zip(*each, strict=True)
             pull = d.mean_over_ranks([torch.stack(parts).mean(0) for parts in zip(*pulls, strict=True)])
 
             def product(x: list[Tensor]) -> list[Tensor]:
@@ -161,12 +192,7 @@ class TrackedRun(MinibatchRun):
 
             moved, _ = conjugate_gradients(product, pull, d.dot, steps=10, accuracy=0.1)
         d.lower_evaluations, d.upper_evaluations = counts
-        response = (d.norm(moved) / d.norm([leaf.detach() for leaf in leaves])).item()
-        rate = min(PACE / response, LARGEST) if response > 0 and math.isfinite(response) else LARGEST
-        read = max(sum(coverage) / len(coverage), 1e-12)
-        visit, row = (min(rate / share ** (1 + RARE), REACH) for share in (read, self.coverage))
-        # Adam enlarges a gradient that is mostly zero by about 1 / sqrt(coverage); RowAdam does not.
-        self._write_upper_rate([visit * math.sqrt(read), row])
+        return d.norm(moved).item(), max(sum(coverage) / len(coverage), 1e-12)
 
     def _write_upper_rate(self, rates: Sequence[float]) -> None:
         self.upper.rates = [(rate, rates[0]) for rate, _ in self.upper.rates]
@@ -179,15 +205,42 @@ class TrackedRun(MinibatchRun):
             g, f = d.lower(pair[1]), d.upper(pair[0])
             s = d.gradient(g, leaves, keep_graph=True)
             wrt = inputs()
-            x = [torch.zeros_like(part, requires_grad=True) for part in s]
-            through = d.gradient(s, wrt, cotangent=x, keep_graph=True)
             found = d.gradient([f, *s], wrt, cotangent=[None, *self.multipliers.nu], retain=True)
             signs = [part.sign() for part in found]
-            pull = d.gradient(through, x, cotangent=signs)
+            # g_vu d as the derivative of <g_u, d> in v: no operator needs a third derivative.
+            pull = d.gradient(d.gradient(g, wrt, keep_graph=True), leaves, cotangent=signs)
+        return pull, self._share(signs)
+
+    def _pull_by_differences(self, raw: Pair) -> tuple[list[Tensor], float]:
+        """Return the same by a difference of grad_v g at two values of u."""
+        d, u = self.derivatives, self.u
+        found = d.penalised(d.prepare([raw], graph=True), self._prices, with_u=True)
+        signs = [part.sign() for part in found.u]
+        moved, shifts = [*u.leaves, *(rows.values for rows in u.rows)], list(signs)
+        for rows, parts in zip(u.rows, found.rows, strict=True):
+            shifts.append(torch.zeros_like(rows.values))
+            for index, part in parts:
+                shifts[-1].index_add_(0, index, part.reshape(-1, *rows.values.shape[1:]))
+            shifts[-1].sign_()
+        size = max((x.detach().square().mean().sqrt().item() for x in moved), default=0.0)
+        step = torch.finfo(self.v.dtype).eps ** (1 / 3) * (1 + size)
+        state, sides = random_state(self.v.device), []
+        for sign in (1.0, -1.0):
+            with keeping(moved):
+                with torch.no_grad():
+                    for x, shift in zip(moved, shifts, strict=True):
+                        x.add_(shift, alpha=sign * step)
+                set_random_state(state, self.v.device)
+                (pair,) = d.prepare([raw], graph=False)
+                with d.differentiating_u(False):
+                    sides.append(d.gradient(d.lower(pair[1]), self.v.leaves))
+        return [(a - b) / (2 * step) for a, b in zip(*sides, strict=True)], self._share(signs)
+
+    def _share(self, signs: list[Tensor]) -> float:
+        """Return the share of the entries of u (without Rows) whose sign is not zero."""
         static = signs[: len(self.u.leaves)]
         entries = sum(part.numel() for part in static)
-        share = sum(part.abs().sum().item() for part in static) / entries if entries else 1.0
-        return pull, share
+        return sum(part.abs().sum().item() for part in static) / entries if entries else 1.0
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +258,9 @@ class TrackedRun(MinibatchRun):
             self._move_upper(found, left)
         else:
             self._note(found.slope)
-        return self._record(found.f, found.g, found, d.norm(found.v), d.norm(found.residual), left, moving)
+        record = self._record(found.f, found.g, found, d.norm(found.v), d.norm(found.residual), left, moving)
+        record[RECORD.index("upper_rate")].mul_(self.growth)
+        return record
 
     def _move_lower(self, found: Gradients, left: Tensor) -> None:
         """Move v against s, and nu against grad_v F."""
@@ -217,6 +272,7 @@ class TrackedRun(MinibatchRun):
     @torch.no_grad()
     def _move_upper(self, gradients: Gradients, left: Tensor) -> None:
         """Move u; with the default optimizer, by a step that promises no large change of f."""
+        left = left * self.growth
         if not self.moved:
             self.upper.step(gradients.u, gradients.rows, left)
             return
@@ -252,11 +308,13 @@ class TrackedRun(MinibatchRun):
             "agreement": self.agreement,
             "moved": self.moved,
             "expected": self.expected,
+            "growth": self.growth,
         }
 
     def state_dict(self) -> dict[str, Any]:
         rates = [self.upper.rate, self.upper.row_rate]
-        return super().state_dict() | {"counts": [self.look_at, self.began, self.taken], "upper_rates": rates}
+        counts, measured = [self.look_at, self.began, self.taken], [*self.largest, self.read]
+        return super().state_dict() | {"counts": counts, "upper_rates": rates, "measured": measured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "multipliers" not in state:
@@ -266,5 +324,6 @@ class TrackedRun(MinibatchRun):
             )
         super().load_state_dict(state)
         self.look_at, self.began, self.taken = state["counts"]
+        *self.largest, self.read = state["measured"]
         if self.options.upper_optimizer is None:
             self._write_upper_rate(state["upper_rates"])

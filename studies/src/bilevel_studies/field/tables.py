@@ -13,7 +13,7 @@ from bilevel_studies.field.study import (
     BEST,
     CHOICE,
     CHOICE_SECONDS,
-    CHOICE_SEED,
+    CHOICE_SEEDS,
     CLEANING,
     FACTORS,
     METHODS,
@@ -71,7 +71,7 @@ def page(kept: Sequence[Kept]) -> dict[str, Any]:
         "steps": {method: steps(kept, method) for method in METHODS},
         "seeds": SEEDS,
         "seconds": SECONDS,
-        "choice_seed": CHOICE_SEED,
+        "choice_seeds": {name: len(seeds) for name, seeds in CHOICE_SEEDS.items()},
         "choice_seconds": CHOICE_SECONDS,
         "candidates": len(FACTORS),
     }

@@ -27,8 +27,8 @@ STATEMENTS = {
     "derivatives": 838,  # 836 before `direct` took g, too
     "distributed": 486,
     "engines": 371,
-    "measures": 792,  # 725 before reasons for unknown hypergradients, units of constraints, curvature on batches
-    "methods": 3645,  # 2,117 before exact multipliers; 3,047 before single-loop methods, tracked multipliers
+    "measures": 795,  # 725 before reasons for unknown hypergradients, units of constraints, curvature on batches
+    "methods": 3659,  # 2,117 before exact multipliers; 3,047 before single-loop methods, tracked multipliers
     "optim": 735,  # 411 before exact multipliers, `second_order` and gradient steps on the adjoint
     "problem": 274,
     "report": 358,

@@ -62,10 +62,12 @@ def lower_point(
     curvature: float = 0.0,
     descend: Callable[[], float] | None = None,
     first: Tensor | None = None,
+    along: Sequence[Tensor] = (),
 ) -> Tensor | None:
     """Move v away and minimise g again; return a v with a smaller g than at the present point, or None.
 
-    One minimisation starts from `first`, the v that the run began with, if it is given. `descend` minimises g from the
+    One minimisation starts from `first`, the v that the run began with, if it is given, and two from far along each
+    direction of `along`, in which g looks flat: v can lie on a plateau of g. `descend` minimises g from the
     present v and returns its value; default: `minimise`. A decrease counts only if rounding, or an inexact minimum,
     cannot explain it. `curvature` is |g_vv|; with 0, a move of v by a tenth shows how much g varies.
     """
@@ -91,6 +93,9 @@ def lower_point(
 
     if first is not None:
         try_from(first)
+    for direction in along:
+        for sign in (1, -1):
+            try_from(held + sign * size * direction / direction.norm())
     for reach in PROBES:
         direction = torch.randn(held.shape, generator=generator, dtype=held.dtype).to(held)
         direction *= reach * size / direction.norm()

@@ -138,7 +138,7 @@ class _Line:
             self.a *= min(max(before / (before - after), 0.1), 0.5)
         else:
             self.a *= 0.1 if math.isnan(after) else 0.3
-        return self.high - self.low <= 1e-3 * self.high
+        return self.high < math.inf and self.high - self.low <= 1e-3 * self.high
 
 
 @dataclass

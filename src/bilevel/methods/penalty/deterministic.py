@@ -1,10 +1,11 @@
 """The mode without data: which algorithm runs, and when the other one takes over.
 
-1. Exact multipliers run if g_vv exists and is positive definite at the start.
-2. The augmented Lagrangian runs if there are upper-level constraints, if g_vv is only known by differences, and if g
-   does not curve up in some direction at the start. It also takes over if exact multipliers get stuck where g
-   certainly curves down, or at a kink of v* on the set of v. A trial point at which g_vv is singular to rounding, or
-   at which its systems take too many products, is only rejected: u can run to infinity, and nothing is gained there.
+1. Exact multipliers run if g_vv exists and is positive definite at the first v, or at the minimum of g that L-BFGS
+   finds from there.
+2. Otherwise, the augmented Lagrangian runs. It also runs with upper-level constraints, or if g_vv is only known by
+   differences, and it takes over if exact multipliers get stuck where g certainly curves down, or at a kink of v* on
+   the set of v. A trial point at which g_vv is singular to rounding, or at which its systems take too many products,
+   is only rejected: u can run to infinity, and nothing is gained there.
 3. If g_vv is positive definite at the end of the augmented Lagrangian, exact multipliers confirm this end or continue
    from there. If g_vv turns out to be singular, the end of the augmented Lagrangian stands.
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from bilevel._util.nested import Pair
 from bilevel.derivatives.penalised_objective import PenalisedObjective
 from bilevel.derivatives.prices import Prices
-from bilevel.measures.lower_minimum import flatten, write
+from bilevel.measures.lower_minimum import flatten, minimise, write
 from bilevel.methods.base import RunContext
 from bilevel.methods.penalty.augmented_lagrangian import AugmentedLagrangianRun
 from bilevel.methods.penalty.exact_multipliers_run import ExactMultipliersRun
@@ -31,6 +32,8 @@ from bilevel.results import Status
 AnyRun = ExactMultipliersRun | AugmentedLagrangianRun
 # Differences of f below this share of 1 + |f| do not count.
 EQUAL = 1e-6
+# The accuracy of a first minimum of g by L-BFGS.
+MINIMUM = 1e-6
 
 
 class Ended(NamedTuple):
@@ -75,6 +78,12 @@ class DeterministicRun:
             d.hessian_product(still, [torch.ones_like(leaf) for leaf in d.v.leaves], with_u=False)
             if d.curvature != "difference":
                 exact.begin()
+                if exact.failed:
+                    # g can curve down at the first v and up at its minimum.
+                    write(held, exact.leaves)
+                    exact.start_lower()
+                    minimise(d, MINIMUM)
+                    exact.begin(anew=False)
                 if not exact.failed:
                     return exact
                 write(held, exact.leaves)

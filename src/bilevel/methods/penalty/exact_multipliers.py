@@ -31,6 +31,8 @@ from bilevel.optim.linear_solvers import FlatError
 
 # How often v is made more accurate if <q, s> is large, by default against this share of |f|.
 AGAIN, CORRECTION = 4, 1e-2
+# phi is not known if <q, s> is this many times too large, and larger than f.
+WRONG = 100
 # The attributes that a checkpoint keeps, and the attributes of the systems.
 STATE = ("x", "base", "size_f_v", "adjoint_accuracy")
 OF_SYSTEMS = ("inverse", "null_directions", "products_since_inverse", "top", "largest")
@@ -113,13 +115,7 @@ class ExactMultipliers:
         found, self.f, self.systems.top = None, 0.0, 0.0
         accuracy = self.newton.accuracy
         try:
-            for _ in range(AGAIN):
-                found = self.at(self.newton.minimise())
-                if not found.correction > (
-                    CORRECTION * abs(found.f) if self.largest_correction is None else self.largest_correction(u)
-                ):
-                    break
-                self.newton.accuracy *= 0.01
+            found = self._near_minimum(u)
         except FlatError as error:
             self.negative = self.negative or error.negative
         finally:
@@ -131,6 +127,21 @@ class ExactMultipliers:
             write(held, self.d.v.leaves)
             return math.inf, torch.full_like(u, math.nan), None
         return found.phi, found.grad_u, found
+
+    def _near_minimum(self, u: Tensor) -> Point | None:
+        """Move v to the minimum of g, until <q, s> is small; return the point.
+
+        None if v does not come near, as at a kink of g: phi means nothing there.
+        """
+        before = math.inf
+        for _ in range(AGAIN):
+            found = self.at(self.newton.minimise())
+            most = CORRECTION * abs(found.f) if self.largest_correction is None else self.largest_correction(u)
+            if not most < found.correction <= 0.5 * before:
+                break
+            before = found.correction
+            self.newton.accuracy *= 0.01
+        return None if found.correction > max(WRONG * most, abs(found.f)) else found
 
     def at(self, slope: Slope) -> Point:
         """Return the point at the present (u, v), given s there."""

@@ -171,7 +171,15 @@ class ExactMultipliersRun(ExactMultipliersSearch):
             self._solved_again()
         if self.failed or (self._explore(stuck) and not last):
             return
-        better = lower_point(self.derivatives, self.context.generator, 1e-6, descend=self._minimise, first=self.first_v)
+        flat = self.exact.systems.null_directions
+        better = lower_point(
+            self.derivatives,
+            self.context.generator,
+            1e-6,
+            descend=self._minimise,
+            first=self.first_v,
+            along=[] if flat is None else list(flat.T),
+        )
         self.write_point()
         self.minimiser = better is None
         if better is not None and self.restarts < RESTARTS and not last:
@@ -185,7 +193,7 @@ class ExactMultipliersRun(ExactMultipliersSearch):
         self.status = Status.CONVERGED if self.minimiser else Status.STATIONARY
         if max(self.remaining, self.error, self.unseen) > tolerance:
             self.status = Status.STALLED
-            self.doubt = self._reason(near)
+            self.doubt = self._reason(near) if stuck else ""
 
     def _reason(self, near: bool) -> str:
         """Return why the run ends before its tolerance."""
@@ -193,7 +201,10 @@ class ExactMultipliersRun(ExactMultipliersSearch):
             return "f or g is not finite right beyond u: bounds on u (project_upper) can keep it away from there."
         if self.error > (self.tolerance or 0.0):
             return f"The hypergradient is known only to {self.error:.0e}, relative: g_vv is badly conditioned."
-        return "No lower value was found along the descent directions: is f or g not smooth here?"
+        return (
+            "No lower value was found along the descent directions: f or g is not smooth here, or g_vv is badly "
+            "conditioned."
+        )
 
     def _explore(self, stuck: bool) -> bool:
         """Look at the second derivative of phi; return whether the run goes on with what was learned."""

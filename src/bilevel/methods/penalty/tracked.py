@@ -172,7 +172,7 @@ class TrackedRun(MinibatchRun):
             self._write_upper_rate(rates)
             return
         # A recorded step has the first rates as numbers in it; the factor is a tensor.
-        before = [self.upper.rates[0][1]] * bool(self.u.leaves), [self.upper.row_rate] * bool(self.u.rows)
+        before = [base for _, base in self.upper.rates[:1]], [self.upper.row_rate] * bool(self.u.rows)
         self.growth.fill_(min(new / old for new, some in zip(rates, before, strict=True) for old in some))
 
     def _response(self) -> tuple[float, float]:

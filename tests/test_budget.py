@@ -22,7 +22,7 @@ STATEMENTS = {
     "_util": 265,  # 232 before short reprs, and before `copy_state` and `read_json` came here
     "applications": 3072,  # 2,900 before the classifier of a run could be loaded, and before cross-validation
     "batches": 359,  # 348 before a source could be read as a whole, which SRBA does
-    "cli": 1570,  # 1,398 before `predict`, issues.csv and estimates without a trusted set
+    "cli": 1571,  # 1,398 before `predict`, issues.csv and estimates without a trusted set
     "data": 1503,  # 1,235 before rules of inputs in JSON, new rows, trusted decisions, free text, DataFrames
     "derivatives": 838,  # 836 before `direct` took g, too
     "distributed": 486,

@@ -42,7 +42,7 @@ from bilevel.running.run_identity import claim, digest_of
 # The cotangent of the same batch is biased by each example's own gradient, which is a sign of a wrong label.
 METHOD = Penalty(cotangent="same")
 # The default number of passes over the examples, and the least number of steps with up to FEW examples, and with more.
-PASSES, LEAST_STEPS = 12, (600, 1200)
+PASSES, LEAST_STEPS = 12, (700, 1200)
 FEW = 2000
 # The share of importances below 1/2 above which the first round leaves these examples out.
 MANY_LOW = 0.5
@@ -123,7 +123,7 @@ def denoise(
         model: A network that maps inputs to one score for each class; it can be on any device. Integer inputs stay
             integers if the model takes them, as a model of words does.
         method: The method of the bilevel run. None (default): `Penalty(cotangent="same")`.
-        steps: The number of steps of the bilevel run. None (default): 12 passes over `train`, and at least 600,
+        steps: The number of steps of the bilevel run. None (default): 12 passes over `train`, and at least 700,
             or 1,200 with more than 2,000 examples.
         final_steps: The number of steps of each training before and after the run. None (default): `steps`.
         batch: The number of examples in a batch. None (default): 100, or 200 with 10,000 examples or more.

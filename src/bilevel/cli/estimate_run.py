@@ -181,4 +181,5 @@ def review(
             *made_by(result),
         ],
         notes=result["notes"],
+        counted="Suspects: estimated wrong labels" if pick is None else "Rows to check",
     )

@@ -305,8 +305,8 @@ def test_network_of_the_users_own(arrays, tmp_path, capsys):
         (["{arrays}", "--device", "cuda:77"], 2, "--device must be"),
         (["digits", "--noise", "1.5"], 2, "noise must be"),
         (["digits", "--noise", "0.1", "--trusted", "5"], 1, "every class"),
-        (["{plain}"], 2, "--trusted is needed"),
-        (["{digits}"], 2, "--trusted is needed"),
+        (["{arrays}", "--pick-trusted", "5"], 2, "--pick-trusted must be left out"),
+        (["{plain}", "--pick-trusted", "5"], 2, "--pick-trusted must be at least 10 and below 1517"),
         (["{same}"], 1, "all its 1,517 rows are"),
         (["{cut}"], 1, "cut.npz"),
         (["{arrays}", "--apply", "decisions.csv"], 2, "--apply needs --out"),
@@ -318,13 +318,12 @@ def test_wrong_input_is_answered_with_one_sentence_and_nothing_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     held = np.load(arrays)
-    for name in ("plain", "digits"):
-        np.savez(tmp_path / f"{name}.npz", x=held["x"], y=held["y"])
+    np.savez(tmp_path / "plain.npz", x=held["x"], y=held["y"])
     parts = {name: held[name] for name in ("x", "y", "x_trusted", "y_trusted")}
     np.savez(tmp_path / "same.npz", **parts, x_test=held["x"], y_test=held["y"])
     (tmp_path / "cut.npz").write_bytes(arrays.read_bytes()[:20_000])
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    paths = {name: tmp_path / f"{name}.npz" for name in ("plain", "digits", "same", "cut")}
+    paths = {name: tmp_path / f"{name}.npz" for name in ("plain", "same", "cut")}
     paths |= {"arrays": arrays, "tmp": tmp_path}
     assert run(*(a.format(**paths) for a in arguments)) == code
     told = capsys.readouterr()

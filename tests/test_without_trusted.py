@@ -106,6 +106,8 @@ def test_checked_rows_become_the_trusted_set(wine, tmp_path, capsys):
     data = json.loads(page.split('<script type="application/json" id="data">')[1].split("</script>")[0])
     assert sorted(data["index"]) == picked
     assert "--trusted" in page
+    assert "Rows to check" in page
+    assert "estimated wrong labels" not in page
     keys = dict(zip(data["index"], data["key"], strict=True))
     given = pd.read_csv(path)["kind"]
     lines = ["index,key,decision,label", f"{picked[0]},{keys[picked[0]]},drop,"]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_model
 
 from bilevel._util.atomic_files import atomic_write
-from bilevel._util.checks import agreeing, counted
+from bilevel._util.checks import agreeing, counted, in_range
 from bilevel.applications.default_classifier import Classifier
 from bilevel.applications.denoising.clean_dataset import thumbnails
 from bilevel.applications.denoising.cross_validation import Estimate, cross_validate, rows_to_check
@@ -47,6 +47,7 @@ def run(
 ) -> None:
     """Estimate which labels are wrong, or choose the rows to check, and show the result."""
     pick, began = asked["pick_trusted"], time.perf_counter()
+    in_range("pick_trusted", pick, least=len(data.classes), below=data.count)
     net = classifier_of(asked["model"], data, asked["data"], device, asked["seed"])
     folder = folder_of(out, "denoise" if pick is None else "pick", asked["data"])
 
@@ -180,4 +181,5 @@ def review(
             *made_by(result),
         ],
         notes=result["notes"],
+        counted="Suspects: estimated wrong labels" if pick is None else "Rows to check",
     )

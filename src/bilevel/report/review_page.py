@@ -78,6 +78,8 @@ class Review:
     command: str
     settings: Facts
     notes: Sequence[str] = ()
+    # The name of the number of suspects.
+    counted: str = "Suspects: estimated wrong labels"
 
 
 def render_review(review: Review) -> str:
@@ -93,7 +95,7 @@ def render_review(review: Review) -> str:
         data=Html(embedded(_data(shown))),
         facts=[
             ("Training examples", f"{count:,}"),
-            ("Suspects: estimated wrong labels", f"{found:,} ({found / max(count, 1):.0%})"),
+            (review.counted, f"{found:,} ({found / max(count, 1):.0%})"),
             ("Classes", f"{len(review.classes):,}"),
         ],
         curves=_curves(review.history),

@@ -26,9 +26,6 @@ from bilevel.cli.denoise_run import FIT
 from bilevel.data import Labelled, load
 from bilevel.errors import OptionError
 
-# The package has a function of the same name.
-module = importlib.import_module("bilevel.applications.denoising.denoise")
-
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -651,19 +648,3 @@ def test_what_is_no_module_or_no_number_of_steps_is_refused():
         denoise(pair, pair, "mlp")
     with pytest.raises(OptionError, match="steps must be"):
         denoise(pair, pair, torch.nn.Linear(3, 2), steps=1.5)
-
-
-def test_examples_of_low_importance_are_left_out_of_the_first_round_if_they_are_most_of_all():
-    """30 wrong labels of importance 0.4 outweigh 10 right ones of 0.9: a first round would learn the wrong class."""
-    importance = torch.tensor([0.4] * 30 + [0.9] * 10)
-    assert module.first_weights(importance).tolist() == [0.0] * 30 + [1.0] * 10
-    half = torch.tensor([0.4] * 20 + [0.9] * 20)
-    assert module.first_weights(half) is half
-    x = torch.ones(40, 1)
-    labels = torch.tensor([1] * 30 + [0] * 10)
-    trusted = torch.full((2, 1), -5.0), torch.tensor([1, 1])
-    torch.manual_seed(0)
-    trainings = module._Trainings(nn.Linear(1, 2), (x, labels), trusted, 2, 300, 40, None, None, 0, None, None)
-    seen = []
-    trainings.two_rounds(0.05, importance, lambda found: seen.append(found) or found)
-    assert bool((seen[0].argmax(1) == 0).all())

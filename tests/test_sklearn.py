@@ -77,7 +77,7 @@ def test_wrong_digits_are_found_and_do_not_harm_the_classifier():
     right = digits_right()[100:]
     assert (clf.suggested_[clf.suspects_] == right[clf.suspects_]).mean() > 0.9
     assert isinstance(clf.history_, History)
-    assert len(clf.history_) == 700
+    assert len(clf.history_) == 600
 
 
 def digits_right():

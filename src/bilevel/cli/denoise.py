@@ -76,7 +76,7 @@ def command(
         typer.Option(
             min=1,
             help="Steps of the bilevel run, and of each training before and after it; by default 12 passes over the "
-            "data, and at least 700, or 1,200 with more than 2,000 rows.",
+            "data, and at least 600, or 1,200 with more than 2,000 rows.",
         ),
     ] = None,
     baselines: Annotated[

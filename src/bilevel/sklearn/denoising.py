@@ -64,7 +64,7 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
     hidden : the units of the default network, default (128,).
     method : the method of the bilevel run. None (default): `Penalty(cotangent="same", decay="linear")`.
     steps : the number of steps of the bilevel run and of each training. None (default): 12 passes over the rows, and at
-        least 700, or 1,200 with more than 2,000 rows.
+        least 600, or 1,200 with more than 2,000 rows.
     batch : the number of rows in a batch. None (default): 100, or 200 with 10,000 rows or more.
     rate : the learning rate of the trainings. None (default): 1e-3 before the bilevel run and, after it, the rate that
         the penalty method chose.

@@ -246,7 +246,7 @@ def clean(
         model: A network with one score for each class. It is trained in place, and becomes the denoised classifier.
         method: The method of the bilevel run. None (default): `Penalty(cotangent="same", decay="linear")`.
         steps: The number of steps of the bilevel run and of each training. None (default): 12 passes over the rows, and
-            at least 700, or 1,200 with more than 2,000 rows.
+            at least 600, or 1,200 with more than 2,000 rows.
         augment: A function that changes a batch of inputs at random, such as
             `bilevel.applications.augmentation.crop_and_flip`. None (default): inputs stay as they are.
         baselines: Whether to train the classifiers to compare with. Default: True.

@@ -6,10 +6,9 @@
 First we train the model on the trusted set only. How the labels differ from its predictions shows which class is
 labelled as which (`label_mistakes`), and so how probable each label is: u starts there. After the bilevel run we train
 the classifier that is returned, in two rounds. In the first, every example counts by its importance, a trusted example
-by 1; if more than half of the importances are below 1/2, these examples are left out. In the second, every label is
-replaced by the probabilities of the classes, given the label and the prediction of the first round. All three trainings
-begin at the model's first weights. An example is a suspect if its importance is below 1/2 and the classifier predicts
-another class.
+by 1. In the second, every label is replaced by the probabilities of the classes, given the label and the prediction of
+the first round. All three trainings begin at the model's first weights. An example is a suspect if its importance is
+below 1/2 and the classifier predicts another class.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ METHOD = Penalty(cotangent="same", decay="linear")
 # The default number of passes over the examples, and the least number of steps with up to FEW examples, and with more.
 PASSES, LEAST_STEPS = 12, (600, 1200)
 FEW = 2000
-# The share of importances below 1/2 above which the first round leaves these examples out.
-MANY_LOW = 0.5
 # The largest log-odds of a right label at the start of a run.
 CERTAIN = 2.5
 # If an example is seen less often, its importance moves by less, because few gradients say little about it.
@@ -263,23 +260,11 @@ class _Trainings:
     def two_rounds(self, rate: float, importance: Tensor, posterior: Callable[[Tensor], Tensor]) -> Tensor:
         """Train with the importances, then on the posterior of the labels; return the last probabilities."""
         trainer, count = self.trainer, len(importance)
-        weights, part = first_weights(importance), self.every
-        trainer.w[:count] = weights.to(trainer.w.device)
-        if not weights.all():
-            part = torch.cat([weights.nonzero().squeeze(1), self.every[count:]])
-        found = self.train("round 1", part, rate)
+        trainer.w[:count] = importance.to(trainer.w.device)
+        found = self.train("round 1", self.every, rate)
         trainer.w.fill_(1.0)
         trainer.y[:count] = posterior(found).to(trainer.y.device)
         return self.train("round 2", self.every, rate)
-
-
-def first_weights(importance: Tensor) -> Tensor:
-    """Return the weights of the examples in the first round: the importances, or 0 and 1 if most are low.
-
-    With many wrong labels a network learns even those of small weight, and no longer shows that they are wrong.
-    """
-    low = importance < 0.5
-    return (~low).float() if float(low.float().mean()) > MANY_LOW else importance
 
 
 def importance_problem(

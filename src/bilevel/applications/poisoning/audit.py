@@ -147,7 +147,7 @@ def detection_auc(
         model: The network that `denoise` trains, in place.
         without: The validation rows to leave out of the trusted set. The points of a clean-label attack start there,
             and a defender has no clean copy of a point. None (default): none.
-        steps: The number of steps of `denoise`. None (default): 12 passes over the rows, and at least 700,
+        steps: The number of steps of `denoise`. None (default): 12 passes over the rows, and at least 600,
             or 1,200 with more than 2,000 rows.
         seed: The seed of `denoise`. Default: 0.
 

@@ -38,7 +38,7 @@ def load(
               ./mnist;
             - an .npz file with the arrays x and y, and optionally x_trusted, y_trusted, x_test and y_test;
             - a .csv or .parquet table;
-            - a folder with a folder of images, or of .txt files, for each class;
+            - a folder with a folder of images for each class;
             - a table in memory: a pandas.DataFrame, a dictionary of columns, or a `datasets.Dataset` of Hugging Face.
         label: The column of the labels in a table. None (default): the source is not a table.
         trusted: A further source of the same form, whose labels are right. None (default): only what `source` has.

@@ -126,7 +126,7 @@ def best_factors(kept: Sequence[Kept]) -> Factors:
     found = {}
     for one, rates in TUNED.items():
         for method, (lower, upper) in rates.items():
-            tried = {}
+            tried: dict[tuple[float, float], float] = {}
             for a, b in FACTORS:
                 some = chosen(kept, part=CHOICE, method=method, lower_rate=lower * a, upper_rate=upper * b)
                 for settings, result in some:

@@ -326,7 +326,9 @@ class MinibatchRun(RunAnswers):
 
     def ended(self) -> Status | None:
         """Let u move if it is time. This is not in a step, because it reads values on the host."""
-        if not self.moving and self.pace.trained(self.taken):
+        pace = self.pace
+        timed = pace.upper is not None and pace.agreement is None and self.taken >= self.warm_up
+        if not self.moving and (timed or pace.trained(self.taken)):
             self._start_moving(self.taken)
         return None
 

@@ -14,7 +14,7 @@ from bilevel.problem import Problem
 
 # How learning rates can fall (see `bilevel.methods.pacing`).
 Decay = Literal["root", "linear", "constant"]
-DECAYS = ("root", "linear", "constant")
+DECAYS = ("constant", "linear", "root")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import math
 import os
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,7 @@ from store import Store
 from torch import Tensor
 from torch.nn import functional
 
-from bilevel import BilevelWarning, Box, Penalty, Problem, solve
+from bilevel import BilevelWarning, Box, Callback, Penalty, Problem, Run, solve
 
 PAGE = ROOT / "docs" / "results" / "without-data.md"
 KEPT = ROOT / "studies" / "results" / "without-data.jsonl"
@@ -41,6 +42,8 @@ DATA = Path(os.environ.get("BILEVEL_DATA", ROOT.parent / "shared" / "data"))
 SEEDS, COUNT, STEPS = 5, 200, 3000
 SHARES = (0.5, 0.7, 0.9)
 COLUMNS = ("seconds", "evaluations of g", "endings")
+# f is near the reference's if it is at most this share above it.
+NEAR = 0.02
 # At most this share of the possible decrease of phi is missing at a solution.
 MISSING = {"float64": 1e-4, "float32": 1e-3}
 
@@ -155,18 +158,42 @@ def penalty(name: str, dtype: str, seed: int) -> dict[str, Any]:
     model, start, bounds = PENALTIES[name]()
     problem, u, v = stated(model, start, getattr(torch, dtype))
     problem = Problem(problem.upper, problem.lower, project_upper=Box(*bounds))
-    ended = ours(problem, u, v, seed)
+    clock = Clock()
+    ended = ours(problem, u, v, seed, callbacks=[clock])
     # More runs of the reference right after ours, so that their times can be compared.
-    both = {"default": reference(name)["seconds"], "tight": reference(name, tight=True)["seconds"]}
-    return ended | {"true f": implicit(model)(u.detach().double().numpy())[0], "reference": both}
+    default = reference(name)
+    both = {"default": default["seconds"], "tight": reference(name, tight=True)["seconds"]}
+    reached = clock.reached((1 + NEAR) * default["f"])
+    return ended | {
+        "true f": implicit(model)(u.detach().double().numpy())[0],
+        "reference": both,
+        "seconds to the reference's f": reached,
+    }
 
 
-def ours(problem: Problem, u: Tensor, v: Tensor, seed: int, max_steps: int = STEPS) -> dict[str, Any]:
+class Clock(Callback):
+    """Notes the time and f after each step."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[float, float]] = []
+        self.began = time.perf_counter()
+
+    def log(self, run: Run) -> None:
+        self.marks.append((time.perf_counter() - self.began, run.history["f"][-1]))
+
+    def reached(self, f: float) -> float:
+        """Return the seconds until f was at most this."""
+        return next((seconds for seconds, value in self.marks if value <= f), math.inf)
+
+
+def ours(
+    problem: Problem, u: Tensor, v: Tensor, seed: int, max_steps: int = STEPS, callbacks: Sequence[Callback] = ()
+) -> dict[str, Any]:
     """Solve without options; return how it ended."""
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BilevelWarning)  # that float32 has a lower tolerance
-        solution = solve(problem, Penalty(), u, v, max_steps=max_steps, seed=seed)
+        solution = solve(problem, Penalty(), u, v, max_steps=max_steps, seed=seed, callbacks=callbacks, log_every=1)
     seconds, c = time.perf_counter() - began, solution.certificate
     return {
         "status": solution.status.name,
@@ -291,7 +318,7 @@ def tables(results: dict[str, Any]) -> dict[str, list[str]]:
         return [value for key, value in results.items() if key.startswith(prefix)]
 
     heads = ("problem", "dtype", "f at the start", "reference", "reference, tight", "ours", "seconds")
-    tuned = table(*heads, "times the reference's", "times the tight one's", *COLUMNS[1:])
+    tuned = table(*heads, "times the reference's", "to its f", "times the tight one's", *COLUMNS[1:])
     for name in PENALTIES:
         known = results.get(f"reference/{name}")
         for dtype in MISSING:
@@ -302,6 +329,10 @@ def tables(results: dict[str, Any]) -> dict[str, list[str]]:
                     for kind in ("default", "tight")
                 ]
                 levels = [known["f at the start"], known["f"], results[f"tight/{name}"]["f"]]
+                near = median(
+                    one.get("seconds to the reference's f", math.nan) / one["reference"]["default"] for one in found
+                )
+                ratios.insert(1, f"{near:.1f}")
                 seconds, *rest = ended(found)
                 between = f"{min(values):.5f} to {max(values):.5f}"
                 tuned.append(row(name, dtype, *(f"{f:.5f}" for f in levels), between, seconds, *ratios, *rest))

@@ -22,6 +22,8 @@ STEPS = 30
 # How often projected gradient steps take over in one minimum.
 PATIENCE = 3
 HALVINGS = 30
+# After a step of which at most this share was taken, the next one begins at this many times that share.
+SHORT, LONGER = 0.05, 4
 # Differences of g below this many units in the last place are rounding errors.
 ROUNDING = 10
 # The steps go on while g can still fall by this share of itself.
@@ -34,19 +36,28 @@ STATE = ("origin", "distance", "size_s", "accuracy")
 
 
 class Newton(NamedTuple):
-    """The length of a Newton step, and the factors of the residual: in total, and from the nonlinearity of s only."""
+    """The length of a Newton step, and the factors of the residual: in total, and from the nonlinearity of s only.
+
+    `share` is how much of the step was taken.
+    """
 
     length: float = math.inf
     factor: float = 1.0
     nonlinear: float = 0.1
+    share: float = 1.0
 
     def needed_accuracy(self, enough: float) -> float:
         """Return how accurately to solve the equations of a step like this one. More accuracy would not help."""
         return min(0.1, 0.3 * max(enough / self.length if self.length > 0 else 1.0, self.nonlinear))
 
+    @property
+    def first_share(self) -> float:
+        """The share of the next step that is tried first: all of it, unless this one was much too long."""
+        return 1.0 if self.share > SHORT else LONGER * self.share
+
     def next(self) -> Newton:
         """Return what to expect of the step after this one."""
-        return Newton(self.length * self.factor, self.factor, self.nonlinear * self.factor)
+        return Newton(self.length * self.factor, self.factor, self.nonlinear * self.factor, self.share)
 
 
 class LowerNewton:
@@ -86,7 +97,7 @@ class LowerNewton:
                 break
             self.steps += 1
             enough = max(self.accuracy * self.distance, least * flatten(self.d.v.leaves).norm().item(), TINY)
-            moved, slope, took = advance(slope, expected.needed_accuracy(enough))
+            moved, slope, took = advance(slope, expected.needed_accuracy(enough), expected.first_share)
             if not took:
                 if not self.d.v.projected:  # rounding hides any progress
                     break
@@ -97,7 +108,7 @@ class LowerNewton:
             v = flatten(self.d.v.leaves)
             self.distance = max(self.distance, (v - (start if self.origin is None else self.origin)).norm().item())
             if k == 0:
-                self.first = moved
+                self.first = moved._replace(share=1.0)
             expected = moved.next()
             near = expected.length <= max(enough, self.accuracy * self.distance)
             if near and (self.d.v.projected or self._fall(slope) <= VISIBLE * (abs(slope.value) + first - slope.value)):
@@ -121,8 +132,8 @@ class LowerNewton:
         self.value = g.item()
         return Slope(self.value, joined(graph).detach(), graph, batch)
 
-    def _advance(self, slope: Slope, needed: float) -> tuple[Newton, Slope, bool]:
-        """Take a Newton step on g; return what it was like, s at its end, and whether it lowered g."""
+    def _advance(self, slope: Slope, needed: float, share: float) -> tuple[Newton, Slope, bool]:
+        """Take a share of a Newton step on g, or less; return what it was like, s at its end, and whether it lowered g."""
         start = flatten(self.d.v.leaves)
         self.size_s = max(self.size_s, slope.flat.norm().item())
         quick = self.systems.by_inverse(slope, -slope.flat, self.size_s)
@@ -133,7 +144,6 @@ class LowerNewton:
         fall, before, length = torch.dot(slope.flat, move).item(), slope.flat.norm().item(), move.norm().item()
         # If rounding hides the fall of g, |s| has to halve.
         noise = ROUNDING * torch.finfo(start.dtype).eps * abs(slope.value)
-        share = 1.0
         for _ in range(HALVINGS):
             write(start + share * move, self.d.v.leaves)
             trial = self.slope()
@@ -152,10 +162,10 @@ class LowerNewton:
         if not better:
             write(start, self.d.v.leaves)
             slope = self.slope()
-            return self._advance(slope, needed) if stale else (Newton(), slope, False)
-        return Newton(share * length, min(factor, 1.0), max(factor - needed, 0.0)), trial, True
+            return self._advance(slope, needed, 1.0) if stale else (Newton(), slope, False)
+        return Newton(share * length, min(factor, 1.0), max(factor - needed, 0.0), share), trial, True
 
-    def _advance_projected(self, slope: Slope, needed: float) -> tuple[Newton, Slope, bool]:
+    def _advance_projected(self, slope: Slope, needed: float, share: float) -> tuple[Newton, Slope, bool]:
         """Take a Newton step on r = v - P(v - s) = 0; return what it was like, s at its end, and whether |r| halved.
 
         The step is -r + D x with (D - D^2 + D g_vv D) x = D (g_vv r - r). If |r| does not halve, projected gradient

@@ -226,7 +226,7 @@ def test_what_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     source = pets(tmp_path / "pets", "")
     data = load(source)
-    change = decisions.Change(np.ones(data.count, bool), data.y.numpy(), data.y.numpy())
+    change = decisions.Change(np.ones(data.count, bool), data.y.numpy(), data.y.numpy(), np.zeros(data.count, bool))
     (source / "dog" / "5.png").unlink()
     (source / "dog" / "5.png").symlink_to(tmp_path / "out" / "none")
     with pytest.raises(RuntimeError), decisions.new_file_or_folder(tmp_path / "out") as temporary:  # noqa: PT012

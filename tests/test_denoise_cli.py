@@ -575,4 +575,4 @@ def test_cards_of_a_table_have_short_numbers_and_the_word_missing(tmp_path):
 
 
 def test_the_command_runs_the_method_of_the_function():
-    assert FIT["penalty"]() == METHOD == Penalty(cotangent="same")
+    assert FIT["penalty"]() == METHOD == Penalty(cotangent="same", decay="linear")

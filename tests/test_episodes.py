@@ -174,7 +174,9 @@ def test_the_warm_up_records_the_gradient_in_u_where_prepare_hands_a_leaf_on():
     assert solution.history["grad_u"][0] == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize(("given", "passes"), [({}, 1), ({"gamma": None}, 2), ({"upper_optimizer": None}, 2)])
+@pytest.mark.parametrize(
+    ("given", "passes"), [({}, 1), ({"gamma": None}, 2), ({"upper_optimizer": None, "decay": "linear"}, 2)]
+)
 def test_one_episode_is_looked_at_before_the_first_step_where_nothing_is_chosen_by_it(given, passes):
     """An episode may be a pass of a large network; here there are two."""
     episodes = Episodes()

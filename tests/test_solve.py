@@ -132,7 +132,7 @@ def test_columns_have_the_names_of_the_progress_bar_too_and_a_wrong_name_gets_th
 def test_warning_points_at_the_line_of_the_user(quadratic, tmp_path):
     def run(steps: int) -> None:
         options = {"max_steps": steps, "seed": 0, "checkpoint": tmp_path, "resume": True}
-        solve(quadratic.problem, plain(), *quadratic.start(), quadratic.data(), **options)
+        solve(quadratic.problem, plain(decay="linear"), *quadratic.start(), quadratic.data(), **options)
 
     run(2)
     with pytest.warns(BilevelWarning, match="max_steps=2") as caught:
@@ -405,9 +405,11 @@ def test_rows_with_another_optimizer_than_adam_are_refused():
 
 def test_longer_horizon_on_resume_warns_with_one_sentence(quadratic, tmp_path):
     u, v = quadratic.start()
-    solve(quadratic.problem, plain(), u, v, max_steps=5, checkpoint=tmp_path, seed=0)
+    solve(quadratic.problem, plain(decay="linear"), u, v, max_steps=5, checkpoint=tmp_path, seed=0)
     with pytest.warns(BilevelWarning) as caught:
-        solution = solve(quadratic.problem, plain(), u, v, max_steps=9, checkpoint=tmp_path, resume=True, seed=0)
+        solution = solve(
+            quadratic.problem, plain(decay="linear"), u, v, max_steps=9, checkpoint=tmp_path, resume=True, seed=0
+        )
     assert solution.steps == len(solution.history) == 9
     assert len(caught) == 1
     text = str(caught[0].message)

@@ -179,6 +179,9 @@ class TwoLowerVariablesRun(MinibatchRun):
         nu = [broadcast_trials(self.price, w) * (w - leaf).detach() for w, leaf in pairs]
         return Prices(gamma=torch.zeros_like(self.price), nu=nu)
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({"growth": self.growth} | state)  # checkpoints of version 0.1 have no growth
+
     def _descents(self) -> dict[str, VariableOptimizer]:
         return super()._descents() | {"shadow": self.second_optimizer}
 

@@ -112,10 +112,20 @@ class ExactMultipliers:
         if self.base is not None:
             write(self.base, self.d.v.leaves)
         held = flatten(self.d.v.leaves)
-        found, self.f, self.systems.top = None, 0.0, 0.0
+        found: Point | None = None
+        self.f, self.systems.top = 0.0, 0.0
         accuracy = self.newton.accuracy
         try:
-            found = self._near_minimum(u)
+            before = math.inf
+            for _ in range(AGAIN):
+                point = found = self.at(self.newton.minimise())
+                most = CORRECTION * abs(point.f) if self.largest_correction is None else self.largest_correction(u)
+                if not most < point.correction <= 0.5 * before:
+                    break
+                before = point.correction
+                self.newton.accuracy *= 0.01
+            if point.correction > max(WRONG * most, abs(point.f)):
+                found = None  # v does not come near a minimum of g, as at a kink: phi means nothing
         except FlatError as error:
             self.negative = self.negative or error.negative
         finally:
@@ -127,21 +137,6 @@ class ExactMultipliers:
             write(held, self.d.v.leaves)
             return math.inf, torch.full_like(u, math.nan), None
         return found.phi, found.grad_u, found
-
-    def _near_minimum(self, u: Tensor) -> Point | None:
-        """Move v to the minimum of g, until <q, s> is small; return the point.
-
-        None if v does not come near, as at a kink of g: phi means nothing there.
-        """
-        before = math.inf
-        for _ in range(AGAIN):
-            found = self.at(self.newton.minimise())
-            most = CORRECTION * abs(found.f) if self.largest_correction is None else self.largest_correction(u)
-            if not most < found.correction <= 0.5 * before:
-                break
-            before = found.correction
-            self.newton.accuracy *= 0.01
-        return None if found.correction > max(WRONG * most, abs(found.f)) else found
 
     def at(self, slope: Slope) -> Point:
         """Return the point at the present (u, v), given s there."""

@@ -52,6 +52,7 @@ IN_TURN: dict[str, Any] = {"lower_steps": 5}
 EPISODES: dict[str, Any] = {"lower_steps": 5, "joint": False, "warm_up": 0.0}
 STOCHASTIC_ONLY = {
     *STOCHASTIC,
+    "warm_up",
     "rate_power",
     "lam",
     "epsilon",

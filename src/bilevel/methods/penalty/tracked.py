@@ -162,7 +162,7 @@ class TrackedRun(MinibatchRun):
         if not first and math.isfinite(response) and math.isfinite(length):
             self.largest = [max(pair) for pair in zip(self.largest, (length, response), strict=True)]
             length, response = self.largest
-        rate = min(PACE * length / response, LARGEST) if 0 < response < math.inf else LARGEST
+        rate = min(PACE * length / response, LARGEST) if 0 < response < math.inf and 0 < length < math.inf else LARGEST
         if first:
             self.read = read
         visit, row = (min(rate / share ** (1 + RARE), REACH) for share in (self.read, self.coverage))

@@ -143,3 +143,10 @@ class _Run(SingleLoopRun):
 
     def _tensors(self) -> dict[str, Any]:
         return super()._tensors() | {"h": self.h}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"first": self.first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.first = state.get("first", self.first)

@@ -94,6 +94,8 @@ class MinibatchRun(RunAnswers):
         self.lower_steps = lower_steps
         self.shared = shared or self.problem.prepare is not None or self.problem.start_lower is not None
         self.pace = Pace(self.v.leaves, decay=decay, warm_up=warm_up, steps=context.max_steps, half=self.half)
+        if self.pace.agreement is not None:
+            self.like_v = (*self.like_v, "agreement/earlier")
         self.warm_up = self.pace.warm_up
         # The steps so far.
         self.taken = 0
@@ -345,6 +347,7 @@ class MinibatchRun(RunAnswers):
         return {
             **{name: descent.state_dict() for name, descent in self._descents().items()},
             **self._tensors(),
+            "rates": {name: descent.base_rates for name, descent in self._descents().items()},
             "curvature": self.derivatives.curvature,
             "scales": list(self._scale_values),
             "before": self.before,
@@ -358,6 +361,9 @@ class MinibatchRun(RunAnswers):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, descent in self._descents().items():
             descent.load_state_dict(state[name])
+            # Rates that were measured before the first step; with another number of steps they can be others.
+            if name in state.get("rates", {}) and not state.get("other_steps"):
+                descent.base_rates = state["rates"][name]
         copy_state(self._tensors(), state)
         self.derivatives.curvature = state["curvature"]
         self._scale_values = tuple(state["scales"])

@@ -18,6 +18,7 @@ from bilevel._util.nested import Pair, copy_state
 from bilevel._util.random_state import keeping, random_state, set_random_state
 from bilevel._util.tensor_lists import summed
 from bilevel.derivatives.penalised_objective import PenalisedObjective
+from bilevel.errors import CheckpointError
 from bilevel.measures.batch_scales import BatchScales
 from bilevel.optim.linear_solvers import conjugate_gradients
 from bilevel.optim.variable_optimizer import VariableOptimizer, adam
@@ -146,8 +147,14 @@ class Pace:
             paced = [*([] if self.upper is None else [self.upper]), *self.followers]
             for descent, rate, row_rate in zip(paced, rates[::2], rates[1::2], strict=True):
                 descent.set_rates(rate, row_rate)
-        if self.agreement is not None:
-            copy_state(self.agreement.tensors(), state["agreement"])
+        if self.agreement is None:
+            return
+        if "agreement" not in state:
+            raise CheckpointError(
+                "the checkpoint is of version 0.1, in which u moved after a share of the steps. Start again, or "
+                "pass the warm_up of that run."
+            )
+        copy_state(self.agreement.tensors(), state["agreement"])
 
 
 def upper_rates(d: PenalisedObjective, sample: Sequence[Pair], coverage: float, count: int) -> tuple[float, float]:

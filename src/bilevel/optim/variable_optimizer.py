@@ -85,6 +85,16 @@ class VariableOptimizer:
         self.rates = [(held, rate) for held, _ in self.rates]
         self.row_rate = self.row_rate if row_rate is None else row_rate
 
+    @property
+    def base_rates(self) -> list[float]:
+        """The base learning rate of each group, and that of the Rows."""
+        return [*(base for _, base in self.rates), self.row_rate]
+
+    @base_rates.setter
+    def base_rates(self, found: Sequence[float]) -> None:
+        *bases, self.row_rate = found
+        self.rates = [(held, base) for (held, _), base in zip(self.rates, bases, strict=True)]
+
     @torch.no_grad()
     def step(
         self, gradients: Sequence[Tensor], rows: Sequence[Sequence[tuple[Tensor, Tensor]]], factor: Tensor

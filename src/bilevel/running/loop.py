@@ -306,7 +306,8 @@ class Loop:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        if saved["max_steps"] != self.setting.max_steps and getattr(self.state, "horizon", False):
+        other = saved["max_steps"] != self.setting.max_steps and getattr(self.state, "horizon", False)
+        if other:
             warn_user(
                 f"the checkpoint was made with max_steps={saved['max_steps']}; with max_steps={self.setting.max_steps} "
                 f"the warm-up, the decay of the learning rates and the schedule span {self.setting.max_steps} steps "
@@ -314,7 +315,7 @@ class Loop:
             )
         saved = split_state(*self.variables, saved, self.like_v)
         self._write(saved)
-        self.state.load_state_dict(saved["method"])
+        self.state.load_state_dict(saved["method"] | ({"other_steps": True} if other else {}))
         self.setting.sources.load_state_dict(saved["sources"])
         set_random_state((saved["random"], saved["cuda"]), self.setting.v.device)
         self.setting.generator.set_state(saved["generator"])

@@ -124,7 +124,8 @@ class ExactMultipliers:
                     break
                 before = point.correction
                 self.newton.accuracy *= 0.01
-            if point.correction > max(WRONG * most, abs(point.f)):
+            rounding = torch.finfo(point.v.dtype).eps * self.size_f_v * (1 + point.v.norm().item())
+            if point.correction > max(WRONG * most, abs(point.f), WRONG * rounding):
                 found = None  # v does not come near a minimum of g, as at a kink: phi means nothing
         except FlatError as error:
             self.negative = self.negative or error.negative

@@ -36,6 +36,8 @@ DENSE = 1000
 # `FLAT` times the curvature of the factor.
 RAISE = {torch.float64: 1e-10, torch.float32: 1e-5}
 FLAT = 1e-3
+# Rounding errors of s, in units in the last place of |g_vv| (1 + |v|).
+ROUNDING = 100
 # A curvature below `ZERO` units in the last place of |g_vv| is zero. At most so many directions are left out for that.
 ZERO, DIRECTIONS = 10, 8
 # How many rows of a derivative are computed side by side, if no tensor in the graph of g is larger than this. A larger
@@ -130,22 +132,25 @@ class LowerSystems:
         # Whether the rows of a derivative are computed side by side; None until the graph of g is known.
         self.batched: bool | None = None
 
-    @contextmanager
-    def measuring_graph(self) -> Iterator[None]:
-        """Choose how the rows of a derivative are computed by the size of the graph of g that is built inside."""
+    def with_choice(self, build: Callable[[], tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, list[Tensor]]:
+        """Return what `build` returns, and choose how rows are computed by the largest tensor that its graph holds."""
         if self.batched is not None:
-            yield
-            return
+            return build()
         largest = 0
 
         def note(tensor: Tensor) -> Tensor:
             nonlocal largest
             largest = max(largest, tensor.numel())
-            return tensor
+            return tensor.detach()  # the tensor itself would keep the graph for ever
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            yield
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                found = build()
+        except RuntimeError:  # transforms of torch.func allow no such hooks
+            self.batched = True
+            return build()
         self.batched = largest <= SIDE_BY_SIDE
+        return found
 
     def forget_inverse(self) -> None:
         """Make the next system factorise g_vv again."""
@@ -242,7 +247,9 @@ class LowerSystems:
         if self.null_directions is None:
             return b
         part = self.null_directions.T @ b
-        if part.norm().item() > torch.finfo(b.dtype).eps ** 0.5 * scale:
+        eps = torch.finfo(b.dtype).eps
+        rounding = ROUNDING * eps * self.largest * (1 + flatten(self.d.v.leaves).norm().item())
+        if part.norm().item() > max(eps**0.5 * scale, rounding):
             raise FlatError if self.is_exact(slope) else StaleError
         return b - self.null_directions @ part
 

@@ -157,6 +157,10 @@ class Schedule:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.counted, self.every = state["counted"], state.get("every", self.every)
+        self.counted, apart = state["counted"], {"counted", "every"}
+        if self.longer != 1:
+            self.every = state.get("every", self.every)
+        else:  # the interval spans the present number of steps
+            apart.add("interval")
         held = {name: mine for name, mine in self.state_dict().items() if name in state}
-        copy_state({name: mine for name, mine in held.items() if name not in ("counted", "every")}, state)
+        copy_state({name: mine for name, mine in held.items() if name not in apart}, state)

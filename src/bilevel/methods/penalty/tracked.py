@@ -82,7 +82,7 @@ class Multipliers:
             nu.sub_(rate.to(nu.dtype) * mean / (square.sqrt() + TINY))
 
     def tensors(self) -> dict[str, Any]:
-        return {"nu": self.nu, "mean": self.mean, "square": self.square, "count": self.count}
+        return {"nu": self.nu, "mean": self.mean, "square": self.square, "count": self.count, "least": self.least}
 
 
 class TrackedRun(MinibatchRun):
@@ -206,7 +206,8 @@ class TrackedRun(MinibatchRun):
             s = d.gradient(g, leaves, keep_graph=True)
             wrt = inputs()
             found = d.gradient([f, *s], wrt, cotangent=[None, *self.multipliers.nu], retain=True)
-            signs = [part.sign() for part in found]
+            count = len(self.u.leaves)  # a rank can read another part of u than the others
+            signs = [part.sign() for part in [*d.mean_over_ranks(found[:count]), *found[count:]]]
             # g_vu d as the derivative of <g_u, d> in v: no operator needs a third derivative.
             pull = d.gradient(d.gradient(g, wrt, keep_graph=True), leaves, cotangent=signs)
         return pull, self._share(signs)
@@ -281,11 +282,12 @@ class TrackedRun(MinibatchRun):
             now = torch.stack([gradients.f.abs(), d.dot(gradients.u, self.moved)]).to(expected)
             expected.lerp_(now, 0.1)
             change = expected[1].abs() * left
-            left = left * (TRUST * expected[0] / change.clamp(min=1e-300)).clamp(max=1.0).to(left.dtype)
+            share = (TRUST * expected[0] / change.clamp(min=1e-300)).clamp(max=1.0).to(left.dtype)
+            left = left * torch.where(expected[0] > 0, share, 1.0)  # of an f of zero, no share is known
         torch._foreach_copy_(self.moved, self.u.leaves)
         self.upper.step(gradients.u, gradients.rows, left)
         torch._foreach_sub_(self.moved, self.u.leaves)
-        torch._foreach_div_(self.moved, -left)
+        torch._foreach_div_(self.moved, -left.clamp(min=torch.finfo(left.dtype).tiny))
 
     @torch.no_grad()
     def _note(self, slope: list[Tensor]) -> None:

@@ -23,7 +23,7 @@ STATEMENTS = {
     "applications": 3955,  # 2,900 before trainings were differentiated, candidates, and linear models solved at hand
     "batches": 363,  # 348 before a source could be read as a whole, which SRBA and certificates do
     "cli": 1567,  # 1,398 before `predict`, issues.csv and estimates without a trusted set
-    "data": 1508,  # 1,503 before columns of new tables could be numbered; 1,235 before rules of inputs in JSON, and new rows
+    "data": 1508,  # 1,503 before columns of new tables could be numbered; 1,235 before rules in JSON, new rows
     "derivatives": 839,  # 836 before `direct` took g, too, and the number of ranks
     "distributed": 487,
     "engines": 371,
@@ -33,7 +33,7 @@ STATEMENTS = {
     "problem": 274,
     "report": 360,  # 358 before rows to check had their own name and heading
     "running": 1292,  # 1,283 before certificates had a budget
-    "sklearn": 298,  # 297 before `standardize=False` on tables was refused; 278 before DataFrames with text and missing values
+    "sklearn": 298,  # 297 before tables refused `standardize=False`; 278 before DataFrames with text
     "studies": 5335,  # 4,842 before the study of the field's benchmark
 }
 LARGE_FILES: set[str] = set()

@@ -190,7 +190,7 @@ def test_codes_with_leading_zeros_mean_the_same_in_every_part(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"a": ["word"] * N}, "column 'a' must hold numbers, as in the main file; got 'word'"),
+        ({"a": ["word"] * N}, "column 'a' must hold numbers, as in the main data; got 'word'"),
         ({"b": NUMBERS}, "has no column 'a'"),
         ({"a": NUMBERS, "label": ["yes", "never"] * (N // 2)}, "labels 'never' do not occur in the main part"),
         ({"a": NUMBERS, "label": ["yes", None] * (N // 2)}, "20 of 40 labels are missing"),
@@ -210,7 +210,7 @@ def test_the_transformer_is_kept_and_prepares_new_rows_after_pickling(tmp_path: 
     assert new.dtype == np.float32
     assert new[0].tolist() == data.x[1].tolist()
     assert new[1].tolist() == [data.x[2, 0], 0, 0]
-    with pytest.raises(DataError, match="the table has no column 'c', which the main file has"):
+    with pytest.raises(DataError, match="the table has no column 'c', which the main data have"):
         transformer.transform(rows[["a"]])
 
 

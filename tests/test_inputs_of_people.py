@@ -15,6 +15,7 @@ from bilevel import DataError, OptionError
 from bilevel.cli.main import main
 from bilevel.data import load
 from bilevel.data.column_rules import HASHES, LENGTH
+from bilevel.data.preparation import new_rows
 from bilevel.sklearn import DenoisingClassifier
 
 ROWS = 160
@@ -136,3 +137,36 @@ def test_a_table_of_finite_numbers_is_the_same_as_its_array() -> None:
         for each in (x, pd.DataFrame(x, columns=list("abc")))
     ]
     assert found[0].tolist() == found[1].tolist()
+
+
+def test_text_needs_one_label_for_each_row_and_scaled_numbers() -> None:
+    frame = reviews()
+    y, x, known = frame["theme"], frame.drop(columns="theme"), np.arange(ROWS) < 40
+    for labels in (y[:-3], [*y.tolist(), "sport"]):
+        with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+            DenoisingClassifier(steps=5).fit(x, labels, trusted=known)
+    with pytest.raises(OptionError, match="standardize must be True for a table with text"):
+        DenoisingClassifier(steps=5, standardize=False).fit(x, y, trusted=known)
+
+
+def test_tables_whose_columns_are_numbered_are_cleaned_and_predicted(tmp_path: Path) -> None:
+    frame = reviews().rename(columns={"text": 0, "price": 1, "day": 2, "place": 3})
+    data = load(frame, label="theme")
+    rows = new_rows(data.transformer, frame.drop(columns="theme"), data.x.shape[1:])
+    assert np.array_equal(rows.x, data.x.numpy())
+    assert rows.notes == ()
+    assert new_rows(data.transformer, frame.assign(place="x"), data.x.shape[1:]).notes == (
+        "Not read, because the run does not use them: theme, place.",
+    )
+    assert np.array_equal(data.transformer.transform(frame), data.x.numpy())
+    assert data.transformer.unknown(frame.replace({3: {"north": "east"}})) == {"3": int((frame[3] == "north").sum())}
+    with pytest.raises(DataError, match="the data has no column '1', which the main data have"):
+        new_rows(data.transformer, frame.drop(columns=1), data.x.shape[1:])
+    known = np.arange(ROWS) < 40
+    x, y = frame.drop(columns="theme"), frame["theme"]
+    model = DenoisingClassifier(steps=60, random_state=0).fit(x, y, trusted=known)
+    assert np.mean(model.predict(x) == y) > 0.9
+
+
+def test_every_source_of_load_has_a_transformer_for_new_rows() -> None:
+    assert load("digits").transformer is not None

@@ -89,7 +89,7 @@ def test_other_columns_are_named_and_not_read_and_missing_ones_refused(run, tmp_
     assert np.array_equal(bilevel.load(run).predict(new), bilevel.load(run).predict(tmp_path / "new.csv"))
     new.drop(columns="colour").to_csv(tmp_path / "less.csv", index=False)
     assert predict(run, tmp_path / "less.csv") == 1
-    assert "less.csv has no column 'colour', which the main file has." in capsys.readouterr().err
+    assert "less.csv has no column 'colour', which the main data have." in capsys.readouterr().err
     assert not (run / "predictions-less.csv").exists()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors import safe_open
 from sklearn.datasets import load_wine
 
 import bilevel
@@ -91,8 +92,25 @@ def test_estimate_of_a_table_finds_wrong_labels_and_says_what_it_is(wine, tmp_pa
     assert hits / sum(said) > 0.8
     assert hits / WRONG > 0.7
     assert np.mean(bilevel.load(tmp_path / "r").predict(path) == np.array(right)) > 0.9
-    assert "estimated by cross-validation" in (tmp_path / "r" / "report.html").read_text()
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "estimated by cross-validation" in page
+    assert '<h2 id="suspects" tabindex="-1">Suspects</h2>' in page
+    with safe_open(tmp_path / "r" / "model.safetensors", framework="pt") as weights:
+        about = json.loads(weights.metadata()["classifier"])
+    assert about == {"model": "mlp", "shape": [13], "classes": ["a", "b", "c"]}
     assert denoise(path, "--label", "kind", *STEPS, "--out", tmp_path / "r", "--resume") == 0
+
+
+def test_of_several_ranks_only_the_first_makes_the_estimate(wine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = [wine[0], "--label", "kind", "--steps", 5, "--out", tmp_path / "r"]
+    for rank, there in (("1", False), ("0", True)):
+        monkeypatch.setenv("RANK", rank)
+        assert denoise(*words) == 0
+        assert ("probably wrong" in capsys.readouterr().out) is there
+        assert (tmp_path / "r").exists() is there
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert denoise(*words) == 0  # the finished run is shown again, as with --resume
 
 
 def test_checked_rows_become_the_trusted_set(wine, tmp_path, capsys):
@@ -108,6 +126,8 @@ def test_checked_rows_become_the_trusted_set(wine, tmp_path, capsys):
     assert "--trusted" in page
     assert "Rows to check" in page
     assert "estimated wrong labels" not in page
+    assert '<h2 id="suspects" tabindex="-1">Rows to check</h2>' in page
+    assert "Suspects" not in page
     keys = dict(zip(data["index"], data["key"], strict=True))
     given = pd.read_csv(path)["kind"]
     lines = ["index,key,decision,label", f"{picked[0]},{keys[picked[0]]},drop,"]
@@ -148,9 +168,14 @@ def test_options_that_contradict_each_other_are_refused(wine, tmp_path, capsys):
     for words, said in (
         (["--pick-trusted", 20, "--trusted", 20], "leave --trusted and --noise out"),
         (["--pick-trusted", 20, "--noise", 0.2], "leave --trusted and --noise out"),
+        (["--method", "value-gap"], "--method value-gap needs a trusted set"),
+        (["--pick-trusted", 20, "--method", "value-gap"], "--method value-gap needs a trusted set"),
+        (["--no-baselines"], "--no-baselines must be left out without --trusted"),
+        (["--pick-trusted", 20, "--apply", "suggested"], "--apply suggested must be left out with --pick-trusted"),
     ):
         assert denoise(path, "--label", "kind", *words, "--out", tmp_path / "r") == 2
         assert said in capsys.readouterr().err
+        assert not (tmp_path / "r").exists()
     assert not is_decisions(path)
     assert not is_decisions(tmp_path / "none.csv")
     drop = tmp_path / "drop.csv"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_model
 from torch import Tensor
 
 from bilevel import ApproxGrad, OptionError
@@ -32,9 +30,8 @@ from bilevel.applications.denoising.clean_dataset import (
     thumbnails,
 )
 from bilevel.applications.denoising.denoise import METHOD
-from bilevel.applications.denoising.trained_run import PREPARATION, described
 from bilevel.cli import estimate_run
-from bilevel.cli.denoise_files import ISSUE_COLUMNS, apply_command, fields_of, suffix_of, threads_for
+from bilevel.cli.denoise_files import FOUND, ISSUES, apply_command, fields_of, suffix_of, threads_for, write_found
 from bilevel.cli.option_values import classifier_of, device_of, known
 from bilevel.cli.progress import RunBar, show_table, stages
 from bilevel.cli.run_folder import RunFolder, folder_of, made_by, refuse_if, report_result, run_or_resume
@@ -49,16 +46,7 @@ from bilevel.report.review_page import SIDE, Review, Suspect, render_review
 
 # The data with the wrong labels that `--noise` makes, to which decisions are applied.
 NOISY = "noisy.npz"
-FILES = (
-    "importance.csv",
-    "issues.csv",
-    "history.csv",
-    "model.safetensors",
-    PREPARATION,
-    "result.json",
-    "report.html",
-    NOISY,
-)
+FILES = ("importance.csv", "history.csv", *FOUND, "result.json", "report.html", NOISY)
 COLUMNS = ("index", "label", "importance", "suspect", "suggested", "confidence", "quality", "key")
 # Methods by name. Forward mode and SRBA cannot learn an importance for each row; the others that are left out need a g
 # that is strongly convex in v, or are there to be compared.
@@ -88,7 +76,9 @@ def run(
     method = FIT[asked["method"]]()
     loaded, count = _loaded(asked)
     if loaded.trusted is None and count is None and asked["noise"] is None and (data != "digits" or picks(asked)):
-        estimate_run.run(loaded, asked, out, where, resume, json, suggested=suggested)
+        if first_rank():  # one process makes the estimate, however many torchrun starts
+            resume = resume or restarted()
+            estimate_run.run(loaded, asked, out, where, resume, json, suggested=suggested)
         return
     prepared = prepare(loaded, trusted=count, noise=asked["noise"], kind=asked["noise_kind"], seed=asked["seed"])
     net = classifier_of(asked["model"], prepared.data, data, where, asked["seed"])
@@ -118,7 +108,7 @@ def run(
             source, label = (data, asked["label"]) if asked["noise"] is None else (str(folder.path / NOISY), None)
             files["cleaned data"] = cleaned = folder.path / f"cleaned{suffix_of(source)}"
             if not cleaned.exists():
-                apply_decisions(source, folder.path / "issues.csv", cleaned, label=label)
+                apply_decisions(source, folder.path / ISSUES, cleaned, label=label)
         report_result(result, files, show, json=json)
 
 
@@ -281,19 +271,9 @@ def write(folder: RunFolder, prepared: Prepared, cleaned: Cleaned, net: Classifi
         for i, y, w, s, c, p, q, key in zip(*(column.tolist() for column in columns), data.keys, strict=True)
     ]
     folder.write_csv("importance.csv", COLUMNS, rows)
-    folder.write_csv("issues.csv", ISSUE_COLUMNS, map(_issue, rows))
     found.solution.history.to_csv(folder.path / "history.csv")
-    folder.write_json(PREPARATION, described(data, net.kind))
-    about = json.dumps({"model": net.kind, "shape": list(data.x.shape[1:]), "classes": names})
-    with atomic_write(folder.path / "model.safetensors") as temporary:  # one entry, as the order of several is not kept
-        save_model(found.model.cpu(), str(temporary), metadata={"classifier": about})
-
-
-def _issue(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of importance.csv under the names of issues.csv."""
-    renamed = {"is_label_issue": bool(row["suspect"]), "label_quality": row["quality"], "given_label": row["label"]}
-    renamed |= {"predicted_label": row["suggested"], "sample_weight": row["importance"]}
-    return renamed | {"index": row["index"], "key": row["key"]}
+    parts = {"suspect": found.suspect, "quality": found.quality, "suggested": found.suggested}
+    write_found(folder, data, found.model, net.kind, weight=found.importance, **parts)
 
 
 def _review(prepared: Prepared, cleaned: Cleaned, result: Mapping[str, Any], command: str) -> Review:

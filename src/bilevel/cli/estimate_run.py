@@ -10,25 +10,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_model
 
-from bilevel._util.atomic_files import atomic_write
 from bilevel._util.checks import agreeing, counted, in_range
 from bilevel.applications.default_classifier import Classifier
 from bilevel.applications.denoising.clean_dataset import thumbnails
 from bilevel.applications.denoising.cross_validation import Estimate, cross_validate, rows_to_check
-from bilevel.applications.denoising.trained_run import PREPARATION, described
 from bilevel.applications.training import accuracy
-from bilevel.cli.denoise_files import ISSUE_COLUMNS, apply_command, fields_of, suffix_of, threads_for
+from bilevel.cli.denoise_files import FOUND, ISSUES, apply_command, fields_of, suffix_of, threads_for, write_found
 from bilevel.cli.option_values import classifier_of
 from bilevel.cli.progress import stages
-from bilevel.cli.run_folder import RunFolder, folder_of, made_by, report_result, run_or_resume
+from bilevel.cli.run_folder import folder_of, made_by, refuse_if, report_result, run_or_resume
 from bilevel.data import Labelled, apply_decisions
 from bilevel.report.page import Table
 from bilevel.report.review_page import SIDE, Review, Suspect, render_review
 
-ISSUES, MODEL = "issues.csv", "model.safetensors"
-FILES = (ISSUES, MODEL, PREPARATION, "result.json", "report.html")
+FILES = (*FOUND, "result.json", "report.html")
 NOTE = (
     "Nothing is trusted, so this is an estimate by cross-validation, as cleanlab makes it: mistakes that follow a rule "
     "stay hidden. `--pick-trusted 100` chooses rows to check, and --trusted with their decisions finds more."
@@ -47,6 +43,15 @@ def run(
 ) -> None:
     """Estimate which labels are wrong, or choose the rows to check, and show the result."""
     pick, began = asked["pick_trusted"], time.perf_counter()
+    method, baselines = asked["method"], asked["baselines"]
+    refuse_if(
+        {
+            f"--method {method} needs a trusted set; give --trusted, or leave --method out.": method != "penalty",
+            "--no-baselines must be left out without --trusted; the estimate has no baselines.": not baselines,
+            "--apply suggested must be left out with --pick-trusted, which only chooses rows.": suggested
+            and pick is not None,
+        }
+    )
     in_range("pick_trusted", pick, least=len(data.classes), below=data.count)
     net = classifier_of(asked["model"], data, asked["data"], device, asked["seed"])
     folder = folder_of(out, "denoise" if pick is None else "pick", asked["data"])
@@ -65,12 +70,13 @@ def run(
         rows = found.suspect.nonzero().squeeze(1).numpy() if pick is None else rows_to_check(data, found, pick)
         result = summary(data, found, net, asked, rows, device)
         result["seconds"] = round(time.perf_counter() - began, 3)
-        write(folder, data, found, net)
+        parts = {"suspect": found.suspect, "quality": found.quality, "suggested": found.suggested}
+        write_found(folder, data, net.network, net.kind, weight=(~found.suspect).double(), **parts)
         return result, render_review(review(data, found, result, rows, asked))
 
     result = run_or_resume(folder, asked, work, resume=resume, files=FILES)
     files = {"report": folder.path / "report.html"}
-    if suggested and pick is None:
+    if suggested:
         files["cleaned data"] = cleaned = folder.path / f"cleaned{suffix_of(asked['data'])}"
         if not cleaned.exists():
             apply_decisions(asked["data"], folder.path / ISSUES, cleaned, label=asked["label"])
@@ -113,30 +119,6 @@ def summary(
         "device": str(device),
         "notes": [*data.notes, *filter(None, [net.why]), *([NOTE] if pick is None else [])],
     }
-
-
-def write(folder: RunFolder, data: Labelled, found: Estimate, net: Classifier) -> None:
-    """Write the issues, and the classifier with its preparation."""
-    names = data.classes
-    columns = found.suspect, found.quality, data.y, found.suggested
-    rows = (
-        {
-            "index": i,
-            "is_label_issue": wrong,
-            "label_quality": f"{q:.6f}",
-            "given_label": names[y],
-            "predicted_label": names[c],
-            "sample_weight": f"{float(not wrong):.6f}",
-            "key": key,
-        }
-        for i, key, wrong, q, y, c in zip(
-            data.positions.tolist(), data.keys, *(column.tolist() for column in columns), strict=True
-        )
-    )
-    folder.write_csv(ISSUES, ISSUE_COLUMNS, rows)
-    folder.write_json(PREPARATION, described(data, net.kind))
-    with atomic_write(folder.path / MODEL) as temporary:
-        save_model(net.network.cpu(), str(temporary))
 
 
 def review(
@@ -182,4 +164,5 @@ def review(
         ],
         notes=result["notes"],
         counted="Suspects: estimated wrong labels" if pick is None else "Rows to check",
+        heading="Suspects" if pick is None else "Rows to check",
     )

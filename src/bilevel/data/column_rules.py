@@ -106,8 +106,9 @@ class ColumnRules:
 
     def transform(self, X: Any, /, where: str = "the table") -> np.ndarray:
         """Return a table with the same columns as float32 (n, columns); other columns are not read."""
+        X = named_columns(X)
         if missing := [name for name in self.kinds if name not in X.columns]:
-            raise DataError(f"{where} has no column {missing[0]!r}, which the main file has.")
+            raise DataError(f"{where} has no column {missing[0]!r}, which the main data have.")
         read = {name: self._read(X[name], name, where) for name in self.kinds}
         numbers = [read[name] for name in self._of("number")]
         blocks = [self._scaled(np.column_stack(numbers))] if numbers else []
@@ -117,8 +118,9 @@ class ColumnRules:
         return np.concatenate(blocks, axis=1, dtype=np.float32)
 
     def unknown(self, X: Any) -> dict[str, int]:
-        """Return the number of values of each text column of a table that the main file does not have."""
+        """Return the number of values of each text column of a table that the main data do not have."""
         found: dict[str, int] = {}
+        X = named_columns(X)
         for name, values, shared in zip(self._of("text"), self.values, self.shared, strict=True):
             names = read_column(X[name], "text")
             strange = 0 if shared else sum(_known(value) not in values for value in names)
@@ -134,7 +136,7 @@ class ColumnRules:
         found, present = read_column(series, kind), series.dropna()
         if kind in ("number", "date") and len(present) and np.isnan(found).all():
             raise DataError(
-                f"{where}: column {name!r} must hold {kind}s, as in the main file; got {str(present.iloc[0])!r}."
+                f"{where}: column {name!r} must hold {kind}s, as in the main data; got {str(present.iloc[0])!r}."
             )
         return found
 
@@ -144,6 +146,11 @@ class ColumnRules:
         filled = np.where(missing, np.array(self.medians), numbers)
         scaled = ((filled - np.array(self.means)) / np.array(self.deviations)).clip(-10, 10)
         return np.concatenate([scaled, missing[:, list(self.marked)]], axis=1, dtype=np.float32)
+
+
+def named_columns(frame: Any) -> Any:
+    """Return a pandas.DataFrame with text as column names: a number such as 0 becomes "0"."""
+    return frame.set_axis([str(name) for name in frame.columns], axis=1)
 
 
 def _number_rules(kinds: dict[str, str], values: dict[str, np.ndarray]) -> tuple[tuple[Any, ...], ...]:

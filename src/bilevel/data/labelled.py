@@ -79,8 +79,8 @@ class Labelled(ShortRepr):
         features: The names of the columns of x. Default: none, as for images.
         positions: The position of each row of x in x as `load` returned it; an export names the row by it. Default: 0,
             1, 2, ...
-        transformer: Prepares new rows of a table (a pandas.DataFrame) or of an .npz file. Default: None, for other
-            sources.
+        transformer: Prepares new rows of the source: a pandas.DataFrame, an array or image files. `load` always sets
+            it. Default: None, for data that you make yourself.
 
     >>> x, y = torch.randn(40, 3), torch.arange(40) % 2
     >>> data = Labelled("toy", "arrays", x, y, classes=("no", "yes"), keys=[f"row {i}" for i in range(40)])

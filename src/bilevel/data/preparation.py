@@ -1,7 +1,7 @@
 """The preparation of a run's inputs, kept as JSON, and new rows that are prepared by it.
 
 The rules are numbers and names: nothing is pickled. A column of a new table that the rules do not name is not read. A
-value of a text column that the main file does not have is in the column of rare values, or in none.
+value of a text column that the run's data do not have is in the column of rare values, or in none.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _table(rules: ColumnRules, source: Any) -> NewRows:
             f"{name}: {counted(count, 'value')} {agreeing(count, 'does', 'do')} not occur in the run's data, and "
             f"{agreeing(count, 'has', 'have')} no column."
         )
-    if extra := [str(name) for name in source.columns if name not in rules.kinds]:
+    if extra := [name for name in map(str, source.columns) if name not in rules.kinds]:
         notes.insert(0, f"Not read, because the run does not use them: {first_of(extra, 10)}.")
     return NewRows(x, [str(i) for i in range(len(x))], tuple(notes))
 

@@ -12,7 +12,7 @@ import torch
 
 from bilevel._util.checks import did_you_mean, require
 from bilevel.data.arrays import COPIES, refuse_larger
-from bilevel.data.column_rules import ColumnRules
+from bilevel.data.column_rules import ColumnRules, named_columns
 from bilevel.data.labelled import Labelled, LabelReader, Pair, reading, row_keys
 from bilevel.errors import DataError, OptionError, reason
 
@@ -124,7 +124,7 @@ def as_frame(table: Any, label: str | None, where: str) -> Any:
             f"{where} must be a pandas.DataFrame, a dictionary of columns or a datasets.Dataset; got "
             f"{type(table).__name__}."
         )
-    frame = frame.set_axis([str(name) for name in frame.columns], axis=1).reset_index(drop=True)
+    frame = named_columns(frame).reset_index(drop=True)
     _check_label(label, list(frame.columns), Path(where))
     if not frame.columns.is_unique or len(frame) == 0:
         raise DataError(f"{where} must have rows, and columns whose names differ.")

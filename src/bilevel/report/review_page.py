@@ -80,6 +80,8 @@ class Review:
     notes: Sequence[str] = ()
     # The name of the number of suspects.
     counted: str = "Suspects: estimated wrong labels"
+    # What the cards show: the heading of their section.
+    heading: str = "Suspects"
 
 
 def render_review(review: Review) -> str:

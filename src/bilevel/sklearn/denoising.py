@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from bilevel import DataError, OptionError, Progress
@@ -26,7 +26,7 @@ from bilevel.applications.denoising.denoise import denoise
 from bilevel.applications.networks import mlp
 from bilevel.applications.training import probabilities
 from bilevel.data.arrays import standard_scaler
-from bilevel.data.column_rules import ColumnRules
+from bilevel.data.column_rules import ColumnRules, named_columns
 from bilevel.methods.base import Method
 
 # Called with the count of numbers in one input and the count of classes; returns a network.
@@ -70,7 +70,7 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
         the penalty method chose.
     trusted_share : the share of the rows that replaces the trusted rows if `fit` gets none, default 0.1.
     standardize : scale each column of X (or each channel) to mean 0 and deviation 1, as measured in `fit`, and clip at
-        10 deviations. Default True.
+        10 deviations. Default True. A table with text, dates or missing values needs True.
     device : the device for training and prediction. None (default): the module's.
     random_state : a seed or a numpy.random.RandomState. The same value gives the same bits. None (default): numpy's
         global generator.
@@ -126,6 +126,11 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
         """
         true_or_false("standardize", self.standardize)
         self._rules = _rules_of(X)
+        if self._rules is not None and not self.standardize:
+            raise OptionError(
+                "standardize must be True for a table with text, dates or missing values, whose numbers are always "
+                "scaled; got False. Pass an array of finite numbers, or leave standardize out."
+            )
         inputs, given = self._validated(X, y)
         labels = self._indices(given)
         random = check_random_state(self.random_state)
@@ -185,7 +190,8 @@ class DenoisingClassifier(_LabelledClasses, BaseEstimator):  # type: ignore[misc
             if not hasattr(X, "columns"):
                 raise DataError(f"X must be a table with the columns of fit; got {type(X).__name__}.")
             validate_data(self, X, skip_check_array=True, reset=rules.get("reset", True))
-            prepared = self._rules.transform(_named(X), "X")
+            check_consistent_length(X, *y)
+            prepared = self._rules.transform(X, "X")
             return (prepared, column_or_1d(*y, warn=True)) if y else prepared
         # Only numbers that are scaled can exceed the range of float32; others would become infinite, and are refused.
         dtype = [np.float64, np.float32] if self.standardize else np.float32
@@ -280,11 +286,7 @@ def _rules_of(X: Any) -> ColumnRules | None:
     if not hasattr(X, "columns") or not hasattr(X, "iloc"):
         return None
     plain = all(getattr(kind, "kind", "O") in "buif" for kind in X.dtypes)
-    return None if plain and np.isfinite(X.to_numpy(np.float64)).all() else ColumnRules.fit(_named(X), "X")
-
-
-def _named(X: Any) -> Any:
-    return X.set_axis([str(name) for name in X.columns], axis=1)
+    return None if plain and np.isfinite(X.to_numpy(np.float64)).all() else ColumnRules.fit(named_columns(X), "X")
 
 
 def _columns(X: np.ndarray) -> np.ndarray:

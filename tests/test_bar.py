@@ -70,7 +70,7 @@ def table(tmp_path_factory):
         (("tune", "--steps", 8), ("tuning one penalty: 1 of 8", "trying a grid: 11 of 11")),
         (
             ("tune", "--model", "mlp", "--penalty", "single", "--steps", 20),
-            ("tuning: 20 of 20 steps", "training: 20 of 20", "trying a grid: 5 of 5"),
+            ("training: 20 of 20", "trying values (start): 1 of 1", "trying values (grid, decay = 0.1): 5 of 5"),
         ),
         (("denoise", "--trusted", 20, "--steps", 20), ("learning importances: 20 of 20 steps",)),
         (("poison", "--steps", 20), ("moving points: 20 of 20 steps",)),

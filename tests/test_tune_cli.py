@@ -98,6 +98,16 @@ def test_classes_of_an_npz_file_with_each_model_and_penalty(model, penalty, coun
         assert max(rows, key=lambda row: float(row["weight"]))["name"] == "column 0"
 
 
+@pytest.mark.filterwarnings("ignore:the run on minibatches ended")
+@pytest.mark.parametrize(("largest", "mode"), [(None, "training"), (0, "minibatch")])
+def test_the_result_names_the_mode_that_tuned_a_network(largest, mode, table, tmp_path, capsys, monkeypatch):
+    if largest is not None:
+        monkeypatch.setattr(sys.modules["bilevel.applications.tuning.tune"], "UNROLLED", largest)
+    options = ("--model", "mlp", "--penalty", "single", "--numbers", "--label", "price", "--steps", 20)
+    assert run(table, *options, "--out", tmp_path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["method"] == mode
+
+
 def test_numbers_are_predicted_by_a_network_too(table, tmp_path, capsys):
     options = ("--model", "mlp", "--numbers", "--label", "price", "--steps", 200, "--out", tmp_path, "--json")
     assert run(table, *options) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 
 import pytest
@@ -14,7 +15,10 @@ from bilevel.applications.networks import mlp
 from bilevel.applications.tuning import FeaturePenalty, LabelSmoothing, WeightDecay, tune
 from bilevel.applications.tuning.losses import TrainingLoss
 from bilevel.applications.tuning.searches import train_with
-from bilevel.applications.tuning.value_search import Trial, ValueSearch
+from bilevel.applications.tuning.tune import Tuned
+from bilevel.applications.tuning.tune_table import Point, TunedTable
+from bilevel.applications.tuning.unrolled_training import Mark
+from bilevel.applications.tuning.value_search import Candidate, Trial, ValueSearch, comparison
 from bilevel.errors import CheckpointError
 
 DOUBLE = torch.float64
@@ -174,6 +178,7 @@ def test_candidates_of_other_trainings_are_refused(tmp_path):
     train, valid = noisy_numbers()
 
     def tuned(**options):
+        torch.manual_seed(0)
         return tune(mlp(30, (8,), 1), train, valid, {"decay": WeightDecay()}, rounds=0, checkpoint=tmp_path, **options)
 
     tuned(steps=20)
@@ -181,3 +186,133 @@ def test_candidates_of_other_trainings_are_refused(tmp_path):
         tuned(steps=30)
     with pytest.raises(CheckpointError, match="its rate differ"):
         tuned(steps=20, rate=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:the run on minibatches ended")
+@pytest.mark.parametrize("mode", ["convex", "training", "minibatch"])
+def test_other_tries_in_one_folder_have_the_losses_of_their_own_values(mode, tmp_path):
+    train, valid = noisy_numbers()
+    options = {"steps": 20} | {"convex": {}, "training": {"rounds": 3}, "minibatch": {"rate": 1e-2}}[mode]
+
+    def tuned(seed=0, **more):
+        torch.manual_seed(seed)
+        model = nn.Linear(30, 1) if mode == "convex" else mlp(30, (8,), 1)
+        return tune(model, train, valid, {"decay": WeightDecay()}, mode=mode, **options, **more)
+
+    for changed in (
+        {"grid": 5},
+        {"grid": 3},
+        {"grid": 0, "candidates": {"mine": {"decay": 0.01}}},
+        {"grid": 0, "candidates": {"mine": {"decay": 0.02}}},
+    ):
+        alone, kept = tuned(**changed), tuned(**changed, checkpoint=tmp_path)
+        losses = [(c.name, c.values["decay"].tolist(), c.valid_loss) for c in alone.candidates]
+        assert [(c.name, c.values["decay"].tolist(), c.valid_loss) for c in kept.candidates] == losses
+        assert kept.curve == alone.curve
+        assert all(torch.equal(a, b) for a, b in zip(kept.model.parameters(), alone.model.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match="its first weights differ"):
+        tuned(seed=1, checkpoint=tmp_path)
+
+
+def test_values_without_a_minimum_have_an_infinite_loss_and_the_others_win():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.linalg.qr(torch.randn(40, 3, generator=draw, dtype=DOUBLE))[0] * 40**0.5
+    y = x @ torch.tensor([1.0, 2.0, 0.0], dtype=DOUBLE)
+
+    def loss(value, model, batch):
+        """Without a decay above 0.005 this has no minimum."""
+        return (model(batch[0])[:, 0] - batch[1]).square().mean() / 2 - 1.005 / 2 * model.weight.square().sum()
+
+    for steps in ({"steps": 5}, {"steps": 5, "grid": 0}):
+        model = nn.Linear(3, 1, bias=False).double()
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        hyper = {"decay": WeightDecay(high=10.0)}
+        found = tune(model, (x, y), (x, y), hyper, loss=loss, mode="convex", **steps)
+        for tried in found.candidates:
+            decay = float(tried.values["decay"])
+            weight = x.T @ y / 40 / (decay - 0.005)
+            expected = math.inf if decay < 0.005 else float((x @ weight - y).square().mean() / 2)
+            assert tried.valid_loss == pytest.approx(expected, rel=1e-6)
+        assert math.isfinite(found.valid_loss) == ("grid" not in steps)
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "message"),
+    [
+        ("training", {"callbacks": [print]}, r"callbacks=.* is for mode='minibatch', and the mode here is 'training'"),
+        ("training", {"engine": "eager"}, "engine='eager' is for mode='minibatch'"),
+        ("convex", {"log_every": 5}, "log_every=5 is for mode='minibatch'"),
+        ("convex", {"truncate": 5}, "truncate=5 is for mode='training', and the mode here is 'convex'"),
+        ("minibatch", {"truncate": 5}, "truncate=5 is for mode='training'"),
+        ("convex", {"rounds": 0}, "rounds=0 is for mode='training'"),
+        ("minibatch", {"rounds": 3}, "rounds=3 is for mode='training'"),
+        ("convex", {"rate": 0.1}, "rate=0.1 is for mode='training' or 'minibatch'"),
+        ("convex", {"batch": 10}, "batch=10 is for"),
+        (None, {"final_steps": 10}, "final_steps=10 is for"),
+    ],
+)
+def test_an_option_that_the_mode_does_not_read_is_refused_by_name(mode, option, message):
+    train, valid = noisy_numbers()
+    with pytest.raises(OptionError, match=message):
+        tune(nn.Linear(30, 1), train, valid, {"decay": WeightDecay()}, mode=mode, steps=2, **option)
+
+
+def test_a_loss_that_is_no_number_never_wins():
+    tried = tuple(Candidate(stage, {}, loss) for stage, loss in (("start", math.nan), ("grid", 2.0), ("grid", 1.0)))
+    assert Tuned({}, nn.Identity(), [], 1.0, "training", 0.0, tried).best is tried[2]
+    assert "grid: 1. The best of the other stages: start: nan" in comparison(tried)
+    grid = [Point(0.1, math.nan, 1.0), Point(1.0, 3.0, 1.0), Point(10.0, 2.0, 1.0)]
+    nothing = torch.zeros(0)
+    table = TunedTable((), nothing, nothing, 1.0, 1.0, None, [], grid=grid, state={}, caution=None)
+    assert table.best is grid[2]
+
+
+def test_the_grid_grows_from_its_best_end_although_other_trainings_diverge():
+    search = search_of(
+        lambda v: (v["a"].log() - math.log(10.0)).square().sum() + torch.where(v["a"] < 1e-3, torch.nan, 1.0).sum(),
+        {"a": WeightDecay()},
+        {"a": torch.tensor([1e-4])},
+    )
+    search.grid(5)
+    assert float(search.best.values["a"]) == pytest.approx(10.0)
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_as_a_result_of_measure(tmp_path):
+    train, valid = noisy_numbers()
+
+    def tuned(measured, **options):
+        torch.manual_seed(0)
+        knobs = {"decay": WeightDecay()}
+        options |= {"steps": 5, "grid": 0, "rounds": 0}
+        return tune(mlp(30, (8,), 1), train, valid, knobs, measure=lambda _: measured, **options)
+
+    for k, wrong in enumerate((object(), {1: 2.0}, [1.0, {2}])):
+        with pytest.raises(OptionError, match="with a checkpoint, measure must return tensors"):
+            tuned(wrong, checkpoint=tmp_path / str(k))
+        assert tuned(wrong).best.measured is wrong
+    right = {"a": [1.0, None, "text"], "b": True}
+    for _ in range(2):
+        assert tuned(right, checkpoint=tmp_path / "right").best.measured == right
+
+
+def test_trainings_that_nothing_differentiates_keep_no_states():
+    train, valid = noisy_numbers()
+
+    def marks():
+        gc.collect()
+        return sum(type(each) is Mark for each in gc.get_objects())
+
+    for rounds, kept in ((0, False), (1, True)):
+        before = marks()
+        found = tune(
+            mlp(30, (8,), 1),
+            train,
+            valid,
+            {"decay": WeightDecay()},
+            steps=5,
+            grid=0,
+            rounds=rounds,
+            measure=lambda _: marks(),
+        )
+        assert (found.candidates[0].measured > before) == kept

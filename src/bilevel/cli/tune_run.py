@@ -100,7 +100,7 @@ def summary(data: Labelled, found: TunedTable, asked: Mapping[str, Any], device:
         )
     return {
         "command": "tune",
-        "method": "convex" if asked["model"] != "mlp" else "training",
+        "method": found.mode,
         "status": "done",
         "message": message,
         "seed": asked["seed"],

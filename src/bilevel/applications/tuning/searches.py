@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilevel import Solution, solve
+from bilevel import OptionError, Solution, solve
 from bilevel._util.checks import warn_user
 from bilevel.applications.training import fit, loader, refuse_end
 from bilevel.applications.tuning.hyperparameters import values
@@ -19,8 +20,10 @@ from bilevel.applications.tuning.implicit_descent import descend, objective
 from bilevel.applications.tuning.knob import Knob
 from bilevel.applications.tuning.losses import TrainingLoss
 from bilevel.applications.tuning.unrolled_training import Mark, UnrolledTraining
-from bilevel.applications.tuning.value_search import DESCENT, START, Trial, ValueSearch
+from bilevel.applications.tuning.value_search import DESCENT, START, Trial, ValueSearch, folder_name
 from bilevel.methods.base import Method
+from bilevel.optim.linear_solvers import FlatError
+from bilevel.running.run_identity import described
 
 # Called with the stage, the steps done in it, and their number.
 OnProgress = Callable[[str, int, int], object]
@@ -69,7 +72,13 @@ class TuningTask:
     def trial(self, values: Mapping[str, Tensor], slope: Callable[[], dict[str, Tensor]]) -> Trial:
         """Return what the present weights of the model show."""
         loss = self.objective.measured(values, self.model, self.valid)
-        return Trial(loss, self.measure and self.measure(self.model), self.model.state_dict(), slope)
+        measured = self.measure and self.measure(self.model)
+        if self.folder is not None and not _storable(measured):
+            raise OptionError(
+                "with a checkpoint, measure must return tensors, numbers, text, or dicts (with names as text) and "
+                f"lists of them; got {measured!r}. Return such values, or leave out the checkpoint."
+            )
+        return Trial(loss, measured, self.model.state_dict(), slope)
 
     def search(self, attempt: Callable[[Mapping[str, Tensor]], Trial], **options: Any) -> ValueSearch:
         """Return a search; a search that resumes must have the same `options` of the training."""
@@ -88,6 +97,15 @@ class TuningTask:
         search.grid(self.tries.grid)
 
 
+def _storable(value: Any) -> bool:
+    """Return whether a checkpoint can hold the value."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _storable(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_storable, value))
+    return value is None or isinstance(value, (Tensor, bool, int, float, str))
+
+
 def training_search(task: TuningTask, options: dict[str, Any], rounds: int) -> tuple[ValueSearch, list[float]]:
     """Descend through the steps of the training; return the search and the loss of each training."""
     training = UnrolledTraining(task.objective, task.model, task.train, seed=task.seed + 1, **options)
@@ -95,7 +113,7 @@ def training_search(task: TuningTask, options: dict[str, Any], rounds: int) -> t
     def attempt(value: Mapping[str, Tensor]) -> Trial:
         marks: list[Mark] = []
         steps = options["steps"]
-        training.train(value, marks, lambda done: task.on_progress("training", done, steps))
+        training.train(value, marks if rounds else None, lambda done: task.on_progress("training", done, steps))
         return task.trial(value, lambda: training.slope(value, marks, task.valid))
 
     search = task.search(attempt, **options)
@@ -110,7 +128,7 @@ def minibatch_search(task: TuningTask, u: Mapping[str, Tensor], options: dict[st
 
     def attempt(value: Mapping[str, Tensor]) -> Trial:
         task.model.load_state_dict(untrained)
-        place = task.folder and task.folder / "training" / f"{len(search.candidates):03d}"
+        place = task.folder and task.folder / "training" / folder_name(value)
         told = lambda done: task.on_progress("training", done, options["steps"])  # noqa: E731
         train_with(
             task.objective,
@@ -144,11 +162,17 @@ def convex_search(task: TuningTask, u: dict[str, Tensor], count: int) -> tuple[V
         task.model.load_state_dict(untrained)
         held = {name: tensor.detach().clone().requires_grad_() for name, tensor in value.items()}
         pose = task.objective.fixed_problem(task.train, task.valid)
-        objective(pose, held, task.model).newton.minimise()
+        try:
+            objective(pose, held, task.model).newton.minimise()
+        except FlatError:  # with these values, the training loss has no minimum
+            return Trial(math.inf, None, task.model.state_dict(), dict)
         return task.trial(value, dict)
 
     search = task.search(attempt)
     task.begin(search)
+    if not math.isfinite(search.best.valid_loss):
+        return search, []
+    place = task.folder and task.folder / "tuning" / folder_name(search.best.values, described(search.hyper))
     with torch.no_grad():
         for name, free in u.items():
             free.copy_(search.hyper[name].free(search.best.values[name].to(free)))
@@ -159,7 +183,7 @@ def convex_search(task: TuningTask, u: dict[str, Tensor], count: int) -> tuple[V
         max_steps=count,
         tolerance=1e-6,
         on_progress=lambda done, value: task.on_progress("tuning", done, count),
-        checkpoint=task.folder and task.folder / "tuning",
+        checkpoint=place,
         task={**task.place[1], "steps": count},
     )
     search.attempt(DESCENT, values(search.hyper, u))

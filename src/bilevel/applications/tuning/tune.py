@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import Callback, OptionError, Penalty, Solution
-from bilevel._util.checks import ShortRepr, check_counts, in_range, one_of
+from bilevel._util.checks import ShortRepr, brief, check_counts, in_range, one_of
 from bilevel.applications.tuning.examples import Examples, columns_of, objective_of
 from bilevel.applications.tuning.hyperparameters import LearningRate, values
 from bilevel.applications.tuning.knob import Knob
@@ -37,7 +37,7 @@ from bilevel.applications.tuning.searches import (
     solved_on_batches,
     training_search,
 )
-from bilevel.applications.tuning.value_search import Candidate, ValueSearch, comparison
+from bilevel.applications.tuning.value_search import Candidate, ValueSearch, comparison, least
 from bilevel.methods.base import Method
 from bilevel.running.run_identity import claim, described, digest_of
 
@@ -46,8 +46,19 @@ STEPS, CONVEX_STEPS = 1000, 60
 SMALL = 50_000_000
 # A network is tuned through its training if the steps times its weights are at most this many.
 UNROLLED = 400_000_000
-RATE, GRID, ROUNDS = 1e-3, 5, 10
+RATE, GRID, ROUNDS, BATCH = 1e-3, 5, 10, 100
 Mode = Literal["convex", "training", "minibatch"]
+# The options that not every mode reads: the modes that do, and the default.
+READ_IN: dict[str, tuple[tuple[Mode, ...], Any]] = {
+    "rounds": (("training",), ROUNDS),
+    "truncate": (("training",), None),
+    "rate": (("training", "minibatch"), None),
+    "batch": (("training", "minibatch"), BATCH),
+    "final_steps": (("training", "minibatch"), None),
+    "callbacks": (("minibatch",), ()),
+    "engine": (("minibatch",), "auto"),
+    "log_every": (("minibatch",), None),
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,7 +97,7 @@ class Tuned(ShortRepr):
     @property
     def best(self) -> Candidate:
         """Return the candidate that won."""
-        return min(self.candidates, key=lambda found: found.valid_loss)
+        return least(self.candidates)
 
     @property
     def message(self) -> str:
@@ -106,7 +117,7 @@ def tune(
     method: Method | None = None,
     steps: int | None = None,
     final_steps: int | None = None,
-    batch: int = 100,
+    batch: int = BATCH,
     rate: float | None = None,
     grid: int = GRID,
     rounds: int = ROUNDS,
@@ -154,15 +165,17 @@ def tune(
         candidates: Further values to try: a name for each, and numbers or tensors by the names of the knobs. Knobs
             that are left out keep their start. None (default): none.
         measure: A function that is called with each trained model, such as its test loss; what it returns is kept in
-            the candidates. None (default): nothing is called.
+            the candidates. With a `checkpoint`, it returns tensors, numbers, text, or dicts and lists of them. None
+            (default): nothing is called.
         seed: The seed of all random draws. Default: 0.
         callbacks: Callbacks of the bilevel run, only in the mode "minibatch". Default: none.
         on_progress: A function that is called after each step as `on_progress(stage, done, total)`. None (default):
             nothing is called.
         engine: What runs the steps, as in `solve`, only in the mode "minibatch". Default: "auto".
-        log_every: The number of steps between calls of the callbacks. None (default): as in `solve`.
-        checkpoint: A folder to write to, and to resume from if it holds a state of the same tuning. None (default):
-            nothing is written.
+        log_every: The number of steps between calls of the callbacks, only in the mode "minibatch". None (default): as
+            in `solve`.
+        checkpoint: A folder to write to, and to resume from if it holds a state of the same tuning: the same data,
+            first weights, knobs and losses. None (default): nothing is written.
 
     >>> x = torch.randn(40, 3)
     >>> y = x[:, 0]
@@ -176,9 +189,12 @@ def tune(
     _check(mode, method, {"grid": grid, "rounds": rounds}, rate, hyper)
     check_counts(steps=steps, final_steps=final_steps, batch=batch, truncate=truncate)
     final = final_steps or steps or STEPS
-    mode = mode or _mode(model, columns, hyper, method, loss, final)
+    mode = mode or mode_of(model, columns, hyper, method, loss, final)
+    options: dict[str, Any] = {"callbacks": tuple(callbacks), "engine": engine, "log_every": log_every}
+    given = {"rounds": rounds, "truncate": truncate, "rate": rate, "batch": batch, "final_steps": final_steps}
+    _refuse_unused(mode, given | options)
     folder = None if checkpoint is None else Path(checkpoint)
-    identity = {} if folder is None else _claimed(folder, [*columns, *kept], mode, [loss, valid_loss], hyper)
+    identity = {} if folder is None else _claimed(folder, [*columns, *kept], mode, [loss, valid_loss], hyper, model)
     tries, told = _tries(hyper, u, candidates or {}, grid), on_progress or (lambda *_: None)
     task = TuningTask(goal, hyper, model, (columns, kept), tries, seed, (folder, identity), told, measure)
     count = steps or (CONVEX_STEPS if mode == "convex" else STEPS)
@@ -189,9 +205,8 @@ def tune(
     elif mode == "training":
         search, curve = training_search(task, training | {"truncate": truncate}, rounds)
     else:
-        options: dict[str, Any] = {"callbacks": callbacks, "engine": engine, "log_every": log_every, "seed": seed}
         solution = solved_on_batches(
-            task, u, method or Penalty(cotangent="same", decay="linear"), count, batch, options
+            task, u, method or Penalty(cotangent="same", decay="linear"), count, batch, options | {"seed": seed}
         )
         training["rate"] = rate or _rate_of(solution, method)
         search, curve = minibatch_search(task, u, training), solution.history["upper"]
@@ -213,7 +228,12 @@ def _rate_of(solution: Solution, method: Method | None) -> float:
 
 
 def _claimed(
-    folder: Path, columns: Sequence[Tensor], mode: Mode, losses: Sequence[OwnLoss | None], hyper: Mapping[str, Knob]
+    folder: Path,
+    columns: Sequence[Tensor],
+    mode: Mode,
+    losses: Sequence[OwnLoss | None],
+    hyper: Mapping[str, Knob],
+    model: nn.Module,
 ) -> dict[str, Any]:
     """Write to the folder what this tuning is of, or check that the folder is of it; return it."""
     identity: dict[str, Any] = {
@@ -221,6 +241,7 @@ def _claimed(
         "mode": mode,
         "loss": [described(loss) for loss in losses],
         "hyper": {name: described(knob) for name, knob in hyper.items()},
+        "first weights": digest_of(model.state_dict().values()),
     }
     claim(folder, identity)
     return identity
@@ -239,11 +260,22 @@ def _check(
     in_range("rate", rate, above=0)
 
 
+def _refuse_unused(mode: Mode, given: Mapping[str, Any]) -> None:
+    """Refuse an option that this mode does not read, unless it is the default."""
+    for name, value in given.items():
+        modes, default = READ_IN[name]
+        if mode not in modes and value != default:
+            raise OptionError(
+                f"{name}={brief(value)} is for mode={' or '.join(map(repr, modes))}, and the mode here is {mode!r}. "
+                "Leave it out, or pass that mode."
+            )
+
+
 def _rates(hyper: Mapping[str, Knob]) -> bool:
     return any(isinstance(knob, LearningRate) for knob in hyper.values())
 
 
-def _mode(
+def mode_of(
     model: nn.Module,
     columns: Sequence[Tensor],
     hyper: Mapping[str, Knob],

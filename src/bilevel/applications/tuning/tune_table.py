@@ -35,8 +35,8 @@ from bilevel.applications.tuning.linear_tuning import (
 )
 from bilevel.applications.tuning.losses import TrainingLoss
 from bilevel.applications.tuning.searches import OnProgress
-from bilevel.applications.tuning.tune import tune
-from bilevel.applications.tuning.value_search import START, comparison
+from bilevel.applications.tuning.tune import STEPS, Mode, mode_of, tune
+from bilevel.applications.tuning.value_search import START, comparable, comparison, least
 from bilevel.data import Labelled, Pair, split_test
 from bilevel.running.run_many import ResultFolder, RunItem, Settings
 
@@ -85,6 +85,7 @@ class TunedTable(ShortRepr):
         caution: The caution used. None for a single penalty and for an MLP.
         seconds: The time of the tuning and of the grid. Default: 0.
         notes: Sentences about the data and the tuning. Default: none.
+        mode: The mode that tuned the model: "convex" for a linear model, else as in `tune`. Default: "convex".
 
     >>> from bilevel.data import Labelled
     >>> x, y = torch.randn(40, 3), torch.arange(40) % 2
@@ -106,11 +107,12 @@ class TunedTable(ShortRepr):
     caution: float | None
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    mode: Mode = "convex"
 
     @property
     def best(self) -> Point:
         """Return the point of the grid with the least validation loss."""
-        return min(self.grid, key=lambda point: point.valid_loss)
+        return least(self.grid)
 
 
 def tune_table(
@@ -138,7 +140,7 @@ def tune_table(
             normal prior. None (default): a part of the rows decides.
         steps: The largest number of steps of each stage. None (default): 100, or 1,000 for an MLP.
         seed: The seed of all random draws. Default: 0.
-        callbacks: Callbacks of the bilevel run of an MLP. Default: none.
+        callbacks: Callbacks of the bilevel run of a large MLP. Default: none.
         on_progress: A function that is called after each step as `on_progress(stage, done, total)`. By default nothing
             is called.
         device: The device on which the model is trained. Default: "cpu".
@@ -314,8 +316,8 @@ def _linear(
 
 def _least(rows: Rows, found: LinearTuned, grid: Sequence[Point], notes: list[str]) -> LinearTuned:
     """Return what was found, or the best single penalty of the grid if its validation loss is lower."""
-    best = min(grid, key=lambda point: point.valid_loss)
-    if not best.valid_loss < found.valid_loss:
+    best = least(grid)
+    if not best.valid_loss < comparable(found.valid_loss):
         return found
     notes.append(GRID_WON.format(found.valid_loss, best.penalty, best.valid_loss))
     alpha = torch.full_like(found.alpha, best.penalty)
@@ -347,14 +349,16 @@ def _network(
         "single": {"decay": decay},
     }
     hyper, measured = kinds[penalty], TrainingLoss({}, classes)
+    mode = mode_of(network, train, hyper, None, None, steps or STEPS)
     found = tune(
         network,
         train,
         valid,
         hyper,
+        mode=mode,
         steps=steps,
         seed=seed,
-        callbacks=callbacks,
+        callbacks=callbacks if mode == "minibatch" else (),
         on_progress=on_progress,
         checkpoint=checkpoint,
         measure=lambda model: measured.measured({}, model, test),
@@ -377,6 +381,7 @@ def _network(
         state={name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()},
         caution=None,
         notes=(comparison(found.candidates, unit),),
+        mode=mode,
     )
 
 

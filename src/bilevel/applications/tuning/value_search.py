@@ -8,11 +8,12 @@ trained as the user will train it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from bilevel._util.checks import ShortRepr
 from bilevel.applications.tuning.knob import Knob
 from bilevel.optim.lbfgs import LBFGS
 from bilevel.running import checkpoints as store
-from bilevel.running.run_identity import compare
+from bilevel.running.run_identity import compare, digest_of
 
 Values = Mapping[str, Tensor]
 # How often a range grows at the most, and by which factor.
@@ -35,6 +36,17 @@ NEARER = 0.6
 START, GRID, DESCENT = "start", "grid", "descent"
 
 
+def comparable(loss: float) -> float:
+    """Return the loss to compare: a NaN is as bad as infinity."""
+    return math.inf if math.isnan(loss) else loss
+
+
+def folder_name(values: Values, more: str = "") -> str:
+    """Return a name that belongs to these values, and to `more`."""
+    text = f"{' '.join(values)} {digest_of(values.values())} {more}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True, repr=False)
 class Candidate(ShortRepr):
     """Values that `tune` tried.
@@ -44,7 +56,7 @@ class Candidate(ShortRepr):
         values: The values by the names of their knobs.
         valid_loss: The validation loss of the model that was trained from scratch with them.
         moved: The hyperparameter that the grid moved, with its value. Default: "".
-        measured: What `measure` of `tune` returned for this model. Default: None.
+        measured: What `measure` of `tune` returned for this model. None if a training has no minimum. Default: None.
 
     >>> Candidate("grid", {"decay": torch.tensor([0.01])}, 0.5, "decay = 0.01").name
     'grid, decay = 0.01'
@@ -62,12 +74,25 @@ class Candidate(ShortRepr):
         return f"{self.stage}, {self.moved}" if self.moved else self.stage
 
 
+class _HasLoss(Protocol):
+    @property
+    def valid_loss(self) -> float: ...
+
+
+Found = TypeVar("Found", bound=_HasLoss)
+
+
+def least(candidates: Sequence[Found]) -> Found:
+    """Return the one with the least validation loss; the first of them if several have it."""
+    return min(candidates, key=lambda found: comparable(found.valid_loss))
+
+
 def comparison(candidates: Sequence[Candidate], unit: float = 1.0) -> str:
     """Say which candidate won, and what the others of its stage and of the other stages have; losses times `unit`."""
-    best, stages = min(candidates, key=lambda found: found.valid_loss), dict[str, Candidate]()
+    stages = dict[str, Candidate]()
     for found in candidates:
-        if found.stage not in stages or found.valid_loss < stages[found.stage].valid_loss:
-            stages[found.stage] = found
+        stages[found.stage] = least([stages.get(found.stage, found), found])
+    best = least(candidates)
     rest = [f"{other.name}: {unit * other.valid_loss:.4g}" for other in stages.values() if other.stage != best.stage]
     beside = f" The best of the other stages: {'; '.join(rest)}." if rest else ""
     return (
@@ -92,8 +117,8 @@ Attempt = Callable[[Values], Trial]
 class ValueSearch:
     """The candidates so far, and the best of them with its model.
 
-    `folder` keeps each trial, and a later search of the same task reads them. `on_trial(name, done)` is called after
-    each.
+    `folder` keeps each trial by its values, and a later search of the same task reads it. `on_trial(name, done)` is
+    called after each.
     """
 
     def __init__(
@@ -120,8 +145,9 @@ class ValueSearch:
 
     def attempt(self, stage: str, values: Values, moved: str = "") -> Candidate:
         """Train from scratch with these values."""
-        place = self._folder and self._folder / f"{len(self.candidates):03d}"
-        held = {key: value.detach().cpu().clone() for key, value in values.items()}
+        plain = torch.contiguous_format
+        held = {key: value.detach().cpu().clone(memory_format=plain) for key, value in values.items()}
+        place = self._folder and self._folder / folder_name(held)
         trial, kept = None, dict[str, Any]()
         if place is not None and store.exists(place):
             kept = store.load(place)
@@ -134,7 +160,7 @@ class ValueSearch:
             self._save(place, kept)
         found = Candidate(stage, held, float(kept["loss"]), moved, kept["measured"])
         self.candidates.append(found)
-        if self._best is None or found.valid_loss < self._best.valid_loss or math.isnan(self._best.valid_loss):
+        if self._best is None or comparable(found.valid_loss) < comparable(self._best.valid_loss):
 
             def slope() -> dict[str, Tensor]:
                 if not kept["slope"]:
@@ -151,7 +177,7 @@ class ValueSearch:
         """Try `count` single values of each hyperparameter that has them; the others stay at their best so far."""
         for key in self.hyper if count else ():
             knob, rest = self.hyper[key], self.best.values
-            tried = {value: self._single(key, value, rest).valid_loss for value in knob.singles(count)}
+            tried = {value: comparable(self._single(key, value, rest).valid_loss) for value in knob.singles(count)}
             for _ in range(GROWTHS if len(tried) > 1 else 0):
                 first, second = sorted(tried, key=lambda value: tried[value])[:2]
                 end = knob.grown(first, FACTOR)
@@ -159,7 +185,7 @@ class ValueSearch:
                     break
                 ends = self.hyper[key]
                 self.hyper[key] = replace(ends, low=min(ends.low, end), high=max(ends.high, end))
-                tried[end] = self._single(key, end, rest).valid_loss
+                tried[end] = comparable(self._single(key, end, rest).valid_loss)
 
     def descend(self, rounds: int) -> None:
         """Descend from the best candidate, by at most so many further trainings.

@@ -28,7 +28,7 @@ STATEMENTS = {
     "distributed": 487,
     "engines": 371,
     "measures": 918,  # 792 before certificates over all data, read again and weighted by the sizes of batches
-    "methods": 3974,  # 3,608 before rates and warm-ups without a number of steps, and corrected inverses of g_vv
+    "methods": 3973,  # 3,608 before rates and warm-ups without a number of steps, and corrected inverses of g_vv
     "optim": 755,  # 411 before exact multipliers, `second_order`; 735 before Adam without torch's compiler, row rates
     "problem": 274,
     "report": 360,  # 358 before rows to check had their own name and heading

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bilevel._util.nested import Pair
 from bilevel.measures.lower_minimum import flatten, minimise, write
 from bilevel.methods.penalty.lower_systems import LowerSystems, Slope, joined
 from bilevel.optim.linear_solvers import FlatError
@@ -127,14 +126,17 @@ class LowerNewton:
         """Evaluate g and s at the present u and v."""
         d = self.d
         batch = d.prepare([(None, None)], graph=True)[0]
-        g, graph = self.systems.with_choice(lambda: self._graph(batch))
+        try:
+            with self.systems.measuring_graph():
+                g = d.lower(batch[1])
+                graph = d.gradient(g, d.v.leaves, keep_graph=True)
+        except RuntimeError:
+            if self.systems.batched is not None:
+                raise
+            self.systems.batched = True  # transforms of torch.func cannot be measured
+            return self.slope()
         self.value = g.item()
         return Slope(self.value, joined(graph).detach(), graph, batch)
-
-    def _graph(self, batch: Pair) -> tuple[Tensor, list[Tensor]]:
-        """Return g, and grad_v g with its graph."""
-        g = self.d.lower(batch[1])
-        return g, self.d.gradient(g, self.d.v.leaves, keep_graph=True)
 
     def _advance(self, slope: Slope, needed: float, share: float) -> tuple[Newton, Slope, bool]:
         """Take a share of a Newton step on g, or less; return what it was like, s at its end, and whether g fell."""

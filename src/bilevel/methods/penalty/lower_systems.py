@@ -132,10 +132,12 @@ class LowerSystems:
         # Whether the rows of a derivative are computed side by side; None until the graph of g is known.
         self.batched: bool | None = None
 
-    def with_choice(self, build: Callable[[], tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, list[Tensor]]:
-        """Return what `build` returns, and choose how rows are computed by the largest tensor that its graph holds."""
+    @contextmanager
+    def measuring_graph(self) -> Iterator[None]:
+        """Choose how rows are computed by the largest tensor in the graph of g that is built inside."""
         if self.batched is not None:
-            return build()
+            yield
+            return
         largest = 0
 
         def note(tensor: Tensor) -> Tensor:
@@ -143,14 +145,9 @@ class LowerSystems:
             largest = max(largest, tensor.numel())
             return tensor.detach()  # the tensor itself would keep the graph for ever
 
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                found = build()
-        except RuntimeError:  # transforms of torch.func allow no such hooks
-            self.batched = True
-            return build()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
         self.batched = largest <= SIDE_BY_SIDE
-        return found
 
     def forget_inverse(self) -> None:
         """Make the next system factorise g_vv again."""

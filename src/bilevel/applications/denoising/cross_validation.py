@@ -108,14 +108,14 @@ def cross_validate(
             **options,  # type: ignore[arg-type]
         )
 
-    parts, found = folds(y, seed), None
+    parts, each = folds(y, seed), []
     for k in range(FOLDS):
         network = copy.deepcopy(first)
         train(network, (parts != k).nonzero().squeeze(1), f"part {k + 1} of {FOLDS}")
-        held = probabilities(network, x[parts == k], precision=precision, augment=augment, seed=seed)
-        found = torch.zeros(len(y), held.shape[1]) if found is None else found
+        each.append(probabilities(network, x[parts == k], precision=precision, augment=augment, seed=seed))
+    found = torch.zeros(len(y), each[0].shape[1])
+    for k, held in enumerate(each):
         found[parts == k] = held
-    assert found is not None
     suspect = confident_mistakes(found, y)
     train(model, (~suspect).nonzero().squeeze(1), "without the suspects")
     confidence, suggested = found.max(1)

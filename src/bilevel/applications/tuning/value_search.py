@@ -140,7 +140,8 @@ class ValueSearch:
     @property
     def best(self) -> Candidate:
         """Return the candidate with the least loss; the first of them if several have it."""
-        assert self._best is not None
+        if self._best is None:
+            raise RuntimeError("best is known after the first attempt only.")
         return self._best
 
     def attempt(self, stage: str, values: Values, moved: str = "") -> Candidate:
